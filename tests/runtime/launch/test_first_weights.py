@@ -75,6 +75,23 @@ def test_the_shape_alone_is_a_key(root: Path, tmp_path: Path) -> None:
     assert "from initial weights" in done.out
 
 
+def test_a_run_that_began_with_other_weights_keeps_them(root: Path, tmp_path: Path) -> None:
+    """With initial ones, as `model.from` meant once, or with those of an import."""
+    run, imported = tmp_path / "run", tmp_path / "imported"
+    command = "train", root / "run.yaml", "train.steps=1"
+    within(*command, f"folder={run}", "model.weights=false").succeeds()
+    for steps in (2, 3):
+        again = within("train", root / "run.yaml", f"folder={run}", f"train.steps={steps}")
+        assert "began with initial weights: those of" in again.succeeds().err
+    text = ("checkpoint", "import", root / "run.yaml", "--from", root / "base")
+    within(*text, f"folder={imported}").succeeds()
+    done = within(*command, f"folder={imported}").succeeds()
+    assert "from the weights imported from base" in done.out
+    assert _first_loss(imported) == pytest.approx(
+        json.loads(GOLDEN.read_text()).popitem()[1][0], abs=1e-5
+    )
+
+
 def test_init_writes_a_file_that_tunes_at_once(root: Path, tmp_path: Path) -> None:
     path, base, rows = tmp_path / "tuned.yaml", root / "base", root / "rows.jsonl"
     within("init", path, "--chat", rows).refuses("--chat", "add --from FOLDER")

@@ -68,16 +68,17 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
 def check_first_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
     """Check the folder of `model.weights`, and return its place, checksum and vocabulary.
 
-    stored: values of the run that continues; none for a new one. If its first weights are from
-    another source (`holdfast checkpoint import`, or a version without the key), the folder is not
-    read. Raises UserError."""
+    stored: values of the run that continues; none for a new one. If it began with initial weights,
+    or with those of `holdfast checkpoint import`, the folder is not read. Raises UserError."""
     checksum = stored["model"].get("weights_checksum", "") if "model" in stored else None
-    if checksum == IMPORTED or (checksum == "" and "weights" not in stored["model"]):
+    if checksum in ("", IMPORTED):
         return as_imported(checksum)
     model, key = loaded.config.model, "model.weights"
     if not model.weights:
         return {}
     folder = Path(model.weights)
+    if checksum and not folder.is_dir():  # the state is that of a checkpoint
+        return {f"{key}_checksum": (checksum, "the run's")}
     if not loaded.config.data.tokenizer.path:
         raise ConfigError(
             "the run would make a tokenizer of its own, and the weights know another one",

@@ -77,7 +77,8 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
         changes = [change for change in changes if not change.startswith("train.steps=")]
         changes.append(f"train.steps={2 * at}")
     note = ""
-    if before is not None and not (before.schedule.is_function or after.schedule.is_function):
+    is_function = after.schedule.is_function or (before and before.schedule.is_function)
+    if at and before is not None and not is_function:
         was, becomes = learning_rate(before, at), learning_rate(after, at + 1)
         note = f"the learning rate was {was:.3g} at step {at}, and a branch begins at {becomes:.3g}"
     return " ".join([shlex.join(words), *changes]), note

@@ -182,7 +182,10 @@ def prepare_run_data(
     loaded = with_planned(loaded, ask_named(loaded))
     dataset = None
     if not loaded.config.task.name:
+        named = loaded.config.model.weights
         loaded = with_planned(loaded, check_first_weights(loaded, facts.stored_config))
+        if named and not (loaded.config.model.weights or loaded.config.model.weights_checksum):
+            screen.say(f"this run began with initial weights: those of {named} are not read")
     if not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:
