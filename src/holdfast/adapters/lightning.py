@@ -36,11 +36,12 @@ LIGHTNING_HOOKS = Border(
     ),
     # What its author calls. What belongs to tests, predictions, files and names.
     harmless=names(
-        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
         "_set_hparams _to_hparams_dict all_gather example_input_array freeze hparams "
         "hparams_initial load_from_checkpoint log log_dict logger loggers lr_schedulers "
         "manual_backward on_predict_batch_end on_predict_batch_start on_predict_end "
         "on_predict_epoch_end on_predict_epoch_start on_predict_model_eval on_predict_start "
+    )
+    | names(
         "on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start "
         "on_test_model_eval on_test_model_train on_test_start optimizers predict_dataloader "
         "predict_step print remove_ignored_hparams save_hyperparameters strict_loading "
