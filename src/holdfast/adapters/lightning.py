@@ -34,18 +34,24 @@ LIGHTNING_HOOKS = Border(
         "automatic_optimization prepare_data setup configure_model on_fit_start on_train_start "
         "on_train_end on_fit_end teardown"
     ),
-    # What its author calls. What belongs to tests, predictions, files and names.
+    # What its author calls; what belongs to tests and predictions; to files, names and its data.
     harmless=names(
-        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
-        "_set_hparams _to_hparams_dict all_gather example_input_array freeze hparams "
-        "hparams_initial load_from_checkpoint log log_dict logger loggers lr_schedulers "
-        "manual_backward on_predict_batch_end on_predict_batch_start on_predict_end "
-        "on_predict_epoch_end on_predict_epoch_start on_predict_model_eval on_predict_start "
-        "on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start "
-        "on_test_model_eval on_test_model_train on_test_start optimizers predict_dataloader "
-        "predict_step print remove_ignored_hparams save_hyperparameters strict_loading "
-        "test_dataloader test_step to_onnx to_tensorrt to_torchscript toggle_optimizer "
-        "toggled_optimizer train_dataloader unfreeze untoggle_optimizer"
+        "all_gather freeze hparams hparams_initial log log_dict logger loggers lr_schedulers "
+        "manual_backward optimizers print save_hyperparameters toggle_optimizer "
+        "toggled_optimizer unfreeze untoggle_optimizer"
+    )
+    | names(
+        "on_predict_batch_end on_predict_batch_start on_predict_end on_predict_epoch_end "
+        "on_predict_epoch_start on_predict_model_eval on_predict_start on_test_batch_end "
+        "on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start "
+        "on_test_model_eval on_test_model_train on_test_start predict_dataloader predict_step "
+        "test_dataloader test_step"
+    )
+    | names(
+        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME "
+        "CHECKPOINT_HYPER_PARAMS_TYPE _set_hparams _to_hparams_dict example_input_array "
+        "load_from_checkpoint remove_ignored_hparams strict_loading to_onnx to_tensorrt "
+        "to_torchscript train_dataloader"
     ),
     entry="method",
 )

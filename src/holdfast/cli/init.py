@@ -64,7 +64,8 @@ def init(
         Path | None, typer.Option(help="texts to train on: a folder, a text file, jsonl or parquet")
     ] = None,
     from_: Annotated[
-        Path | None, typer.Option("--from", help="folder of a model in Hugging Face form to go on")
+        Path | None,
+        typer.Option("--from", help="folder of a model in Hugging Face form to continue"),
     ] = None,
     chat: Annotated[
         Path | None, typer.Option(help="rows of chat data to tune the model of --from with")

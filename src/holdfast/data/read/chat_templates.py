@@ -54,7 +54,7 @@ BY_KEY = {
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates that are taken by themselves: for rows, and for rows with tools."""
 FOLDERS = ("chat_templates", "additional_chat_templates")
-"""Where transformers keeps templates by name: once, and since release 4.53."""
+"""Folders in which transformers keeps templates by name: once, and since release 4.53."""
 
 
 def read_templates(
