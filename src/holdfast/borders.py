@@ -75,7 +75,7 @@ class Border:
 
         Raises `error`, one message with each entry that is refused, `where` and `remedy`."""
         if problems := self.problems(entries):
-            message = f"this has {', '.join(problems)}, and Holdfast would go on without it"
+            message = f"this has {', '.join(problems)}, and Holdfast would continue without it"
             raise error(message, where=where, remedy=remedy)
         return () if self.unknown == "refuse" else self.unread(entries)
 

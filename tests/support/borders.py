@@ -15,8 +15,10 @@ SRC = Path(holdfast.__file__).parent.parent
 
 
 def unknown_entries(border: Border, count: int = 4, seed: int = 1) -> dict[str, object]:
-    """Return `count` names that no list of `border` has, each with a value that says something:
-    listed names with one letter changed, and free words; texts, numbers (also 0), lists, objects.
+    """Return `count` names that no list of `border` has, each with a value that says something.
+
+    Names are free words, and listed names with one letter added. Values are texts, numbers (also
+    0), lists and objects.
     """
     draw = random.Random(f"{border.name} {seed}")
     listed = sorted({*border.used, *border.harmless, *border.plain})

@@ -1,7 +1,7 @@
 """One node's fault is that node's: the other nodes continue, with the losses of a run without it.
 
 A node that lacks a folder, a disk or a permission ends with its sentence. A helper process that is
-stopped (SIGSTOP) delays nobody, even if a worker is lost meanwhile."""
+stopped (SIGSTOP) delays no node, even if a worker is lost meanwhile."""
 
 from __future__ import annotations
 

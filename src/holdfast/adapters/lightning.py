@@ -34,7 +34,7 @@ LIGHTNING_HOOKS = Border(
         "automatic_optimization prepare_data setup configure_model on_fit_start on_train_start "
         "on_train_end on_fit_end teardown"
     ),
-    # What its author calls. What belongs to tests, predictions, files and names.
+    # What its author calls; what belongs to tests and predictions; to files, names and its data.
     harmless=names(
         "_set_hparams _to_hparams_dict all_gather example_input_array freeze hparams "
         "hparams_initial load_from_checkpoint log log_dict logger loggers lr_schedulers "

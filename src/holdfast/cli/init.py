@@ -15,6 +15,7 @@ from holdfast.cli.options import refuse_beside
 from holdfast.config.huggingface.folder import read_folder_model
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.loading.yaml_tree import parse_scalar
+from holdfast.data.read.chat_templates import folder_templates
 from holdfast.errors import ConfigError, UserError
 from holdfast.show.output import say
 
@@ -46,6 +47,7 @@ STDLIB = """\
 TOKENIZER = "  tokenizer: {vocab_size: 4096}\n"
 PRESET = "  preset: tiny             # 1 M parameters; llama3.2-1b, qwen3-0.6b, ... see the docs\n"
 RATE = "  optimizer: {learning_rate: 1e-5}\n"
+SHORT_WARMUP = "  schedule: {warmup_steps: 5}\n"
 ROWS = {
     "messages": "messages",
     "conversations": "sharegpt",
@@ -53,6 +55,9 @@ ROWS = {
     "prompt": "prompt",
 }
 """Column of chat data -> word of `rows`."""
+
+TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".avro")
+"""Endings of tables. As texts, their cells would be trained in the order of the file."""
 
 app = make_app("Write a run file to start from.")
 
@@ -64,7 +69,8 @@ def init(
         Path | None, typer.Option(help="texts to train on: a folder, a text file, jsonl or parquet")
     ] = None,
     from_: Annotated[
-        Path | None, typer.Option("--from", help="folder of a model in Hugging Face form to go on")
+        Path | None,
+        typer.Option("--from", help="folder of a model in Hugging Face form to continue"),
     ] = None,
     chat: Annotated[
         Path | None, typer.Option(help="rows of chat data to tune the model of --from with")
@@ -89,7 +95,7 @@ def init(
         data=_data(data, from_, chat),
         model=f"  from: {yaml_word(os.path.abspath(from_))}\n" if from_ else PRESET,
         length="  epochs: 3                # passes over the rows" if chat else "  steps: 1000",
-        rate=RATE if from_ else "",
+        rate=(SHORT_WARMUP if chat else "") + (RATE if from_ else ""),
     )
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -126,11 +132,16 @@ def _data(data: Path | None, model: Path | None, chat: Path | None) -> str:
                 remedy="add --from FOLDER",
             )
         lines += "  attention: document      # a token sees its own row only\n"
+        if not folder_templates(model):
+            lines += "  chat: {template: alpaca} # the folder has none; this one fits each tokenizer\n"
     file = chat or data
     if file is None:
         return STDLIB + lines
     if not file.exists():
         raise ConfigError("there is no such file", where=str(file), remedy="name your data")
+    if file.suffix.lower() in TABLES:
+        remedy = "write it as .jsonl, with one object a line, or as .parquet"
+        raise ConfigError(f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy)
     kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     source = {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
     if chat is not None:

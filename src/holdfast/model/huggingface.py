@@ -171,7 +171,9 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(
-            f"this is not a whole safetensors file ({error})", where=str(path), remedy=FETCH_AGAIN
+            f"this is not a complete safetensors file ({error})",
+            where=str(path),
+            remedy=FETCH_AGAIN,
         ) from error
 
 

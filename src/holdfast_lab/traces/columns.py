@@ -22,13 +22,13 @@ _MEANING: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("unit", "units", "per"), ()),
     **dict.fromkeys(("scale", "factor", "multiplier"), (1, "1", "1.0")),
 }
-"""Columns that say how others are meant, and the values at which they change nothing."""
+"""Columns that say how other columns are meant, and the values at which they change nothing."""
 _REMEDY = "convert the values to the units of docs/studies/traces.md, and remove it"
 
 
 def border(name: str, used: str, harmless: str = "", entry: str = "column") -> Border:
-    """The border of a kind of file: others are counted, those that change a meaning refused. used,
-    harmless: names with | between them."""
+    """Return the border of a kind of file. It counts unknown entries, and refuses those that change
+    a meaning. used, harmless: names with | between them."""
     one, other = (frozenset(filter(None, each.split("|"))) for each in (used, harmless))
     return Border(name, one, other, _MEANING, "count", entry)
 

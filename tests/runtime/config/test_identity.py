@@ -199,14 +199,12 @@ def test_the_page_names_the_class_of_each_key() -> None:
 
 
 def test_the_page_lists_each_class() -> None:
-    rows = {
-        line.split(" | ")[0]: line
-        for line in markdown().splitlines()
-        if " | `holdfast train` " in line
-    }
-    assert "`train.steps`" in rows["| in place"]
-    assert "`cluster.*`" in rows["| in place"]
-    assert "`train.optimizer.groups.*`" in rows["| branch"]
+    _, _, table = markdown().partition("| in place | `holdfast train` ")
+    in_place, _, table = table.partition("| branch | `holdfast train` ")
+    branch, *_ = table.partition("| never | ")
+    assert "`train.steps`" in in_place
+    assert "`cluster.*`" in in_place
+    assert "`train.optimizer.groups.*`" in branch
     assert "| `train.optimizer.name` | text | `'adamw'` | never |" in markdown()
     assert "| `seed` | whole number, ≥ 0 | `1` | never |" in markdown()
 

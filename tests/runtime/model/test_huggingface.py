@@ -243,7 +243,7 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    with pytest.raises(ModelFolderError, match="not a whole safetensors file"):
+    with pytest.raises(ModelFolderError, match="not a complete safetensors file"):
         import_folder(tmp_path)
     weights.unlink()
     with pytest.raises(ModelFolderError, match=r"no model\.safetensors"):
@@ -281,7 +281,7 @@ def test_an_index_that_does_not_fit_its_files_is_named(tmp_path: Path) -> None:
         import_folder(tmp_path)
     _write_index(tmp_path, index)
     (tmp_path / last).write_bytes((tmp_path / last).read_bytes()[:-10])
-    with pytest.raises(ModelFolderError, match=f"{last}: this is not a whole safetensors file"):
+    with pytest.raises(ModelFolderError, match=f"{last}: this is not a complete safetensors file"):
         import_folder(tmp_path)
     (tmp_path / last).unlink()
     with pytest.raises(ModelFolderError, match=f"names {last}, which is not in the folder"):

@@ -1,4 +1,4 @@
-"""Weight files of others: forms that are read, and what is said of those that are not."""
+"""Weight files of other programs: forms that are read, and what is said of those that are not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The weight files of a model's folder: where each tensor lies, by headers alone.
 
-The header of a safetensors file is a JSON object behind its length in 8 bytes: for each tensor a
-dtype, a shape, and where its bytes begin and end after the header.
+The header of a safetensors file is a JSON object behind its length in 8 bytes. For each tensor it
+has a dtype, a shape, and where the tensor's bytes begin and end after the header.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError("it has another size than its header says")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise ModelFolderError(
-            f"this is not a whole safetensors file ({error})", where=str(path), remedy=FETCH_AGAIN
+            f"this is not a complete safetensors file ({error})",
+            where=str(path),
+            remedy=FETCH_AGAIN,
         ) from error
     return found
 

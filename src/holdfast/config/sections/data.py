@@ -87,8 +87,8 @@ class ChatConfig(Section):
     """which template of the folder, if it has several by name; none: default, and tool_use for rows
     with tools"""
     template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """what the template is given besides, as enable_thinking: false; a row's chat_template_kwargs
-    count before"""
+    """more variables of the template, as enable_thinking: false; a row's chat_template_kwargs count
+    before"""
     train_on: tuple[str, ...] = Field(("assistant",), min_length=1)
     """roles whose messages carry loss"""
     weights: bool = False

@@ -1,4 +1,4 @@
-"""What rows of chat data and their messages say besides text: used, named or refused.
+"""What rows of chat data and their messages say in addition to text: used, named or refused.
 
 A key that speaks of loss, or that steers a rendering elsewhere, is refused if it is not used. So is
 a column that the template would read under its name. Each other one is counted.
@@ -125,7 +125,7 @@ class ChatNotes:
 
 
 LEFT_OUT, TEMPLATE = "left out", "template"
-"""Kinds of notes, besides the names of borders."""
+"""Kinds of notes, in addition to the names of borders."""
 
 
 def read_columns(

@@ -55,7 +55,7 @@ class ChatFormat:
     template: "" if no row needs one. variables: what the template knows of the tokenizer and the
     run file. special: spellings of special tokens. train_on: roles whose messages carry loss.
     weights: whether messages may have weights other than 0 and 1. tool_template: of rows with
-    tools; "": `template`. others: names of templates of the folder that no row takes.
+    tools; "": `template`.
     """
 
     template: str
@@ -64,7 +64,7 @@ class ChatFormat:
     train_on: tuple[str, ...]
     weights: bool = False
     tool_template: str = ""
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # names of templates of the folder that no row takes
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> ChatFormat:

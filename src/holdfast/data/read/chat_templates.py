@@ -13,7 +13,10 @@ from holdfast.data.read.vocabulary import read_object
 from holdfast.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
-NAME_THE_TEMPLATE = "set data.chat.template to chatml, llama3 or alpaca, or name a file of your own"
+NAME_THE_TEMPLATE = (
+    "set data.chat.template to alpaca, to chatml or llama3 if the tokenizer has their tokens, or name "
+    "a file of your own"
+)
 
 BY_KEY = {
     "chatml": (
@@ -54,7 +57,7 @@ BY_KEY = {
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates that are taken by themselves: for rows, and for rows with tools."""
 FOLDERS = ("chat_templates", "additional_chat_templates")
-"""Where transformers keeps templates by name: once, and since release 4.53."""
+"""Folders in which transformers keeps templates by name: once, and since release 4.53."""
 
 
 def read_templates(
@@ -73,7 +76,7 @@ def read_templates(
             raise DataError(what, where="data.chat.template_file", remedy=remedy) from None
     if key != "folder":
         return {DEFAULT: BY_KEY[key]}
-    named = _folder_templates(folder)
+    named = folder_templates(folder)
     if name is not None and name in named:
         return {DEFAULT: named[name]}
     if name is None and DEFAULT in named:
@@ -86,8 +89,10 @@ def read_templates(
     raise DataError(what, where="data.chat.template", remedy=remedy)
 
 
-def _folder_templates(folder: Path) -> dict[str, str]:
-    """Files count before `tokenizer_config.json`, which a `chat_template.jinja` hides, as in
+def folder_templates(folder: Path) -> dict[str, str]:
+    """Return template by name, as a model's folder has them. Raises DataError.
+
+    Files count before `tokenizer_config.json`, which a `chat_template.jinja` hides, as in
     transformers."""
     files = {path.stem: path for name in FOLDERS for path in (folder / name).glob("*.jinja")}
     found: Any = None

@@ -1,6 +1,6 @@
 """What the files next to a tokenizer.json say: used, named or refused.
 
-Holdfast tokenises by tokenizer.json alone, transformers by a class that the folder names. Where the
+Holdfast tokenises by tokenizer.json alone, transformers by a class that the folder names. If the
 two would differ, the key or the ids are named.
 """
 
@@ -73,7 +73,7 @@ def check_tokenizer_files(path: Path, tokenizer: Tokenizer) -> list[str]:
 
 
 def _added(settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, int | None]]:
-    """Tokens, with their id if it is said, that transformers has besides those of the model."""
+    """Yield each token that transformers adds to those of the model, and its id or None."""
     for number, token in (settings.get("added_tokens_decoder") or {}).items():
         yield token["content"], int(number)
     yield from read_object(folder / "added_tokens.json").items()
@@ -82,8 +82,8 @@ def _added(settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, int | 
 
 
 def compare_ids(path: Path, tokenizer: Tokenizer, texts: list[str]) -> str:
-    """Return how AutoTokenizer's ids of texts differ from those here; "" if they do not, or if
-    transformers is not installed or would take tokenizer.json as it is."""
+    """Return how AutoTokenizer's ids of texts differ from those here. Return "" if they do not, or
+    if transformers is not installed or would take tokenizer.json as it is."""
     settings, model = (read_object(path.parent / f"{n}config.json") for n in ("tokenizer_", ""))
     names = (settings.get("tokenizer_class"), model.get("tokenizer_class"), model.get("model_type"))
     named = next(filter(None, names), _GENERIC[0])

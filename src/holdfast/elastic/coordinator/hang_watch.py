@@ -144,7 +144,7 @@ class OpenHeartbeats:
         self._closed_at: dict[str, float] = {}  # clock, seconds
 
     def silent_s(self, name: str, now: float) -> float:
-        """Return for how long a node that was heard has no heartbeat open; a live agent sends the
+        """Return for how long a node that was heard has no heartbeat open. A live agent sends the
         next one as soon as one is answered."""
         return 0.0 if name in self._open else now - self._closed_at.get(name, now)
 

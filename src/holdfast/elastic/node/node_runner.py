@@ -141,7 +141,7 @@ class NodeRunner:
             return
         self.pause_generation = 0
         if self._halt_generation == generation and self._task is not None and not self._task.done():
-            return  # it is told with every heartbeat, as long as it lasts
+            return  # every heartbeat repeats it, as long as it lasts
         self._halt_generation = generation
         self._replace_task(self._halt_workers(generation))
 
@@ -207,7 +207,7 @@ class NodeRunner:
         self._set_stage(NodeStage.BROKEN, LostOutcome("", str(error)))
 
     def _on_standby_refused(self, sentence: str) -> None:
-        """Report that this node cannot work, if the run goes on without it: a standby refused."""
+        """Report that this node cannot work, if the run continues without it: a standby refused."""
         is_stopped = self.stage in (NodeStage.IDLE, NodeStage.HELD)
         if is_stopped and not self._process_manager.workers:
             self._set_stage(self.stage, FailedOutcome(sentence, exit_codes.USER_ERROR))
@@ -217,7 +217,7 @@ class NodeRunner:
         self, generation: int, record: GenerationRecord, start_state: StartState
     ) -> None:
         topology = record.topology
-        assert topology is not None, "nobody trains without one"
+        assert topology is not None, "no node trains without one"
         self._on_generation_started(generation)
         self.closing_reason = record.stopping
         self._is_only_node = all(node == self._context.node for node in topology.nodes)
@@ -288,7 +288,7 @@ class NodeRunner:
                 self._replace_task(self._halt_workers(current.generation))
                 return
             if self._task is not None:
-                self._task.cancel()  # it waits for a verdict that nobody will give
+                self._task.cancel()  # it waits for a verdict that will not come
             self._set_stage(NodeStage.HELD)
 
     async def _halt_workers(self, generation: int) -> None:

@@ -97,9 +97,10 @@ class OwnedJob:
             return OwnedJob(owner, job, nodes, details, bool(value.get("released", False)))
         except FileNotFoundError:
             raise RunFolderError(
-                "no job of this run is known here",
+                "no launch of this run is recorded here",
                 where=str(folder),
-                remedy="start one with: holdfast launch RUN_FILE --on OWNER",
+                remedy="see a run that holdfast train started with: holdfast watch RUN_FILE, or "
+                "start a job with: holdfast launch RUN_FILE --on OWNER",
             ) from None
         except (OSError, ValueError, KeyError, TypeError):
             raise RunFolderError(

@@ -31,7 +31,7 @@ from holdfast.plan.objective.recovery_costs import RecoveryCosts
 _EXPECTED = ("goodput", "goodput_per_usd", "finish_by")
 OBJECTIVES = ("time", "tokens_per_usd", "tokens_per_kwh", "tokens_per_kg_co2", *_EXPECTED)
 FREE = 1e-9
-"""The price of an hour, or the grams of a second, of a layout that costs nothing: of several such
+"""The price of an hour, or the grams of a second, of a layout that costs nothing. Of several such
 layouts the fastest is the best."""
 TOKENS = 1e9
 """Prices and energy are of so many tokens."""

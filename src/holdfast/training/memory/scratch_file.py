@@ -32,7 +32,7 @@ class ScratchFile:
         self._folder, self._size = folder, 0
         try:
             is_folder = Path(folder).is_dir()
-        except OSError as error:  # a disk that is gone, or a folder above it without a right
+        except OSError as error:  # a disk that is lost, or a folder above it without a right
             raise self._failure(error) from error
         if not is_folder:
             raise StateMemoryError(

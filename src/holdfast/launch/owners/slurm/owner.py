@@ -205,7 +205,7 @@ def script_text(request: LaunchRequest) -> str:
 _SET_ALWAYS = frozenset(
     {"nodes", "ntasks", "array", "requeue", "no-requeue", "no-kill", "wrap", "parsable"}
 )
-"""Options of sbatch that Holdfast sets, besides those of the run file's keys."""
+"""Options of sbatch that Holdfast sets, in addition to those of the run file's keys."""
 _SHORT = {"N": "nodes", "n": "ntasks", "a": "array", "J": "job-name", "o": "output", "k": "no-kill"}
 _SHORT |= {"p": "partition", "A": "account", "q": "qos", "t": "time", "C": "constraint"}
 _SHORT |= {"c": "cpus-per-task"}

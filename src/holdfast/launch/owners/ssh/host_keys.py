@@ -35,7 +35,7 @@ def explain_host_key(said: str, options: Sequence[str], host: Host) -> tuple[str
         file = ["-f", found[1]] if (found := _OFFENDING.search(said)) else []
         remove = shlex.join(["ssh-keygen", *file, "-R", listed])
         return f"its host key has changed since {listed} was last seen here", (
-            "a machine that was installed again has a new one, and so has an impostor: ask its "
+            "a machine that was installed again has a new one, and so has an impostor. Ask its "
             f"administrator, and then remove the old key with: {remove}"
         )
     accept = json.dumps(["-o", "StrictHostKeyChecking=accept-new", *options])

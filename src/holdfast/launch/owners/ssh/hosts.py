@@ -18,7 +18,7 @@ HOSTS_LINE = Border(
 )
 REMEDY = "write HOST or USER@HOST:PORT, and in a file also 'slots=4 port=2222 user=me', each once"
 MAX_PLACES = MAX_RANGE = 10_000
-MIN_PORT, MAX_PORT = 1024, 65535  # of HOST:PORT, besides 22; mpirun also writes HOST:PLACES
+MIN_PORT, MAX_PORT = 1024, 65535  # of HOST:PORT, as is 22; mpirun also writes HOST:PLACES
 _ADDRESS = re.compile(
     r"(?:(?P<user>\w[\w.-]*)@)?"
     r"(?:\[(?P<v6>[\w.:]+(?:%[\w.-]+)?)\]|(?P<name>\w[\w.-]*))(?::(?P<port>\d{1,5}))?",
