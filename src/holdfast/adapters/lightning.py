@@ -36,6 +36,7 @@ LIGHTNING_HOOKS = Border(
     ),
     # What its author calls; what belongs to tests and predictions; to files, names and its data.
     harmless=names(
+        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
         "_set_hparams _to_hparams_dict all_gather example_input_array freeze hparams "
         "hparams_initial load_from_checkpoint log log_dict logger loggers lr_schedulers "
         "manual_backward on_predict_batch_end on_predict_batch_start on_predict_end "

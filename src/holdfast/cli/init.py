@@ -133,7 +133,9 @@ def _data(data: Path | None, model: Path | None, chat: Path | None) -> str:
             )
         lines += "  attention: document      # a token sees its own row only\n"
         if not folder_templates(model):
-            lines += "  chat: {template: alpaca} # the folder has none; this one fits each tokenizer\n"
+            lines += (
+                "  chat: {template: alpaca} # the folder has none; this one fits each tokenizer\n"
+            )
     file = chat or data
     if file is None:
         return STDLIB + lines
@@ -141,7 +143,9 @@ def _data(data: Path | None, model: Path | None, chat: Path | None) -> str:
         raise ConfigError("there is no such file", where=str(file), remedy="name your data")
     if file.suffix.lower() in TABLES:
         remedy = "write it as .jsonl, with one object a line, or as .parquet"
-        raise ConfigError(f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy)
+        raise ConfigError(
+            f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy
+        )
     kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     source = {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
     if chat is not None:

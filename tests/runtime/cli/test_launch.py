@@ -267,7 +267,7 @@ def test_a_run_that_another_trainer_has_is_not_launched(launched: Launched) -> N
 
 def test_a_run_that_was_never_launched(trained: Trained, tmp_path: Path) -> None:
     for command in ("status", "logs", "down"):
-        within(command, trained.folder).refuses("no job of this run", "holdfast launch")
+        within(command, trained.folder).refuses("no launch of this run", "holdfast launch")
         within(command, tmp_path).refuses("there is no run here")
 
 

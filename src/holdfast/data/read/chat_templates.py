@@ -14,8 +14,8 @@ from holdfast.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAME_THE_TEMPLATE = (
-    "set data.chat.template to alpaca, to chatml or llama3 if the tokenizer has their tokens, or name "
-    "a file of your own"
+    "set data.chat.template to alpaca (chatml and llama3 need their own tokens), or "
+    "name a file of your own"
 )
 
 BY_KEY = {
