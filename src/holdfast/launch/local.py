@@ -205,11 +205,14 @@ def check_room(store: RunStore, config: RunConfig, say: Say) -> None:
         )
     fits = room // size
     if fits <= keep:
-        say(
-            f"{where}: {found} for checkpoints: room for {fits}. checkpoint.keep_last={keep} needs "
-            f"room for {keep + 1}, so older ones go before a new one is written"
-            + (", and no second one can be saved" if fits < 2 else "")
-        )
+        if fits == 1:
+            result = "no second one can be saved"
+        elif fits == keep:
+            result = "an older one goes before a new one is written"
+        else:
+            result = f"later saves fail; use checkpoint.keep_last={fits}, or free some space"
+        needs = f"checkpoint.keep_last={keep} needs room for {keep + 1}"
+        say(f"{where}: {found} for checkpoints: room for {fits}. {needs}, so {result}")
 
 
 def resume_command(loaded: LoadedConfig) -> str:

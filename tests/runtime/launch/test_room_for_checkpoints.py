@@ -16,7 +16,10 @@ from holdfast.wire.store.run_store import FolderStore
 from tests.support.memory_store import MemoryStore
 
 
-@pytest.mark.parametrize(("fits", "words"), [(4, ""), (3, "room for 3."), (1, "no second one")])
+@pytest.mark.parametrize(
+    ("fits", "words"),
+    [(4, ""), (3, "an older one goes"), (2, "use checkpoint.keep_last=2"), (1, "no second one")],
+)
 def test_too_little_room_is_said_with_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: int, words: str
 ) -> None:
