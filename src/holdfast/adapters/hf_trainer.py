@@ -203,7 +203,8 @@ def _collator(trainer: Any) -> Collate:
 
 def _counted_labels(trainer: Any) -> Weight:
     """Return the default weight. A causal model shifts its labels, so the first never counts."""
-    shift = "CausalLM" in type(trainer.model).__name__ or "LMHead" in type(trainer.model).__name__
+    names_of_kinds = " ".join(kind.__name__ for kind in type(_unwrapped(trainer.model)).__mro__)
+    shift = "CausalLM" in names_of_kinds or "LMHead" in names_of_kinds
 
     def weigh(batch: Mapping[str, Tensor]) -> int:
         labels = batch.get("labels")
@@ -213,6 +214,17 @@ def _counted_labels(trainer: Any) -> Weight:
         return int((counted != _IGNORED_LABEL).sum())
 
     return weigh
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the model that torch.compile and PEFT wrap."""
+    while True:
+        if (compiled := getattr(model, "_orig_mod", None)) is not None:
+            model = compiled
+        elif (base := getattr(model, "get_base_model", None)) is not None:
+            model = base()
+        else:
+            return model
 
 
 def _refuse_callbacks(trainer: Any) -> None:

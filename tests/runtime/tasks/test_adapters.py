@@ -67,6 +67,37 @@ def test_validations_come_as_often_as_the_trainer_says(given: Any, every: int) -
     assert named.loss({"x": torch.zeros(2, 3)}) == (torch.tensor(0.0), 0)  # no label that counts
 
 
+class LlamaForCausalLM(nn.Linear): ...
+
+
+class OfUser(LlamaForCausalLM): ...
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self) -> nn.Module:
+        return self.base
+
+
+@pytest.mark.parametrize(
+    ("model", "counted"),
+    [
+        (nn.Linear(3, 1), 3),
+        (OfUser(3, 1), 2),
+        (torch.compile(OfUser(3, 1)), 2),
+        (Adapted(OfUser(3, 1)), 2),
+        (torch.compile(Adapted(OfUser(3, 1))), 2),
+    ],
+)
+def test_the_first_label_of_a_wrapped_causal_model_does_not_count(model: Any, counted: int) -> None:
+    made = Trainer()
+    made.model = model
+    assert hf_trainer._counted_labels(made)({"labels": torch.tensor([[5, 6, 7]])}) == counted
+
+
 def test_a_trainer_without_eval_strategy_names_no_validation() -> None:
     assert named_validation() is None
 
