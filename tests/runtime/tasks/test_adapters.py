@@ -176,6 +176,12 @@ def scheduled(interval: str, **keys: Any) -> LightningModule:
     return LightningModule(optimizers=both)
 
 
+def with_loss_function() -> Trainer:
+    made = Trainer()
+    setattr(made, "compute_loss_func", print)  # noqa: B010
+    return made
+
+
 def masked() -> Trainer:
     made = Trainer()
     made.data_collator = Masking()
@@ -198,6 +204,7 @@ def masked() -> Trainer:
         (overriding(Trainer, "evaluate")(eval_strategy="epoch"), "compute_loss"),
         (Trainer(seed=7), "--set seed=7"),
         (masked(), "in the dataset"),
+        (with_loss_function(), "override compute_loss instead"),
         (LightningModule(reads=lambda one: one.current_epoch), "global_step"),
         (nn.Linear(3, 1), "derive it"),
         (LightningModule(automatic=False), "holdfast.run()"),
