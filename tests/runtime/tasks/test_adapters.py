@@ -206,6 +206,7 @@ def masked() -> Trainer:
         (masked(), "in the dataset"),
         (with_loss_function(), "override compute_loss instead"),
         (LightningModule(reads=lambda one: one.current_epoch), "global_step"),
+        (LightningModule(reads=lambda one: one.trainer), "number of steps"),
         (nn.Linear(3, 1), "derive it"),
         (LightningModule(automatic=False), "holdfast.run()"),
         (LightningModule(optimizers=lambda one: None), "return an optimizer"),
