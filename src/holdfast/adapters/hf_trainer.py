@@ -122,6 +122,7 @@ def train(trainer: Any, *, version: str, weight: Weight | None = None) -> None:
     current, args, model = run(), trainer.args, trainer.model
     _refuse_arguments(args, current)
     _refuse_callbacks(trainer)
+    _refuse_loss_function(trainer)
     is_validated = _strategy(args) != "no"
     harmless = TRAINER_METHODS.harmless | (frozenset() if is_validated else _OF_VALIDATION)
     methods = replace(TRAINER_METHODS, harmless=harmless)
@@ -203,7 +204,8 @@ def _collator(trainer: Any) -> Collate:
 
 def _counted_labels(trainer: Any) -> Weight:
     """Return the default weight. A causal model shifts its labels, so the first never counts."""
-    shift = "CausalLM" in type(trainer.model).__name__ or "LMHead" in type(trainer.model).__name__
+    names_of_kinds = " ".join(kind.__name__ for kind in type(_unwrapped(trainer.model)).__mro__)
+    shift = "CausalLM" in names_of_kinds or "LMHead" in names_of_kinds
 
     def weigh(batch: Mapping[str, Tensor]) -> int:
         labels = batch.get("labels")
@@ -213,6 +215,32 @@ def _counted_labels(trainer: Any) -> Weight:
         return int((counted != _IGNORED_LABEL).sum())
 
     return weigh
+
+
+def _refuse_loss_function(trainer: Any) -> None:
+    """Raises TaskError for `compute_loss_func`.
+
+    Of the other arguments of a Trainer, `model`, `train_dataset`, `data_collator`, `optimizers` and
+    `optimizer_cls_and_kwargs` are used. `callbacks` are refused, and `compute_metrics` with a
+    validation. Without one it has no effect, as `preprocess_logits_for_metrics`."""
+    if (function := getattr(trainer, "compute_loss_func", None)) is not None:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TaskError(
+            f"compute_loss_func is {name}, and Holdfast has no num_items_in_batch to give it",
+            where="the script's Trainer",
+            remedy="override compute_loss instead, and return the mean of one batch",
+        )
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the model that torch.compile and PEFT wrap."""
+    while True:
+        if (compiled := getattr(model, "_orig_mod", None)) is not None:
+            model = compiled
+        elif (base := getattr(model, "get_base_model", None)) is not None:
+            model = base()
+        else:
+            return model
 
 
 def _refuse_callbacks(trainer: Any) -> None:

@@ -101,8 +101,9 @@ def fit(
     current = run()
     _check_module(module)
     kind, done = type(module), [0]
-    counters = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
-    module.__class__ = type(kind.__name__, (kind,), counters)
+    given = {"global_step": property(lambda _: done[0]), "current_epoch": property(_no_epoch)}
+    given["trainer"] = property(_no_trainer)
+    module.__class__ = type(kind.__name__, (kind,), given)
     module.to(current.device)
     module.train()
     module.prepare_data()
@@ -180,6 +181,13 @@ _POSITION, _SINGLE = "item ", "batch"
 
 def _no_epoch(module: Any) -> int:
     raise _refused("the module reads current_epoch, and steps are counted", "read global_step")
+
+
+def _no_trainer(module: Any) -> Any:
+    raise _refused(
+        "the module reads self.trainer, which there is none of",
+        "pass the number of steps to the module",
+    )
 
 
 def _as_named(batch: Any) -> Mapping[str, Tensor]:

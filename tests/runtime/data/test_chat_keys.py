@@ -45,6 +45,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 OF_LOSS = (
     *("weight", "weights", "train", "training", "loss", "mask", "labels", "label", "train_on_turn"),
     *("loss_mask", "sampleWeight", "is_masked", "train_detail", "completion_mask", "no_loss"),
+    *("calculate_loss", "mask_history", "train_on_inputs"),
 )
 
 

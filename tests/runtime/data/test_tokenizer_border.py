@@ -52,6 +52,20 @@ def test_keys_that_would_give_other_ids_are_refused(
         lines(tmp_path, **settings)
 
 
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "single_word", "special"])
+def test_flags_of_tokens_that_differ_from_tokenizer_json_are_refused(
+    tmp_path: Path, flag: str
+) -> None:
+    said = {"content": "<|im_end|>", "special": True, "normalized": False}
+    assert lines(tmp_path / "same", added_tokens_decoder={"2": said}) == []
+    other = said | {flag: not said.get(flag, False)}
+    words = (
+        rf"tokenizer_config.json: {flag} of the token '<\|im_end\|>' is .*save the tokenizer again"
+    )
+    with pytest.raises(DataError, match=words):
+        lines(tmp_path / "other", added_tokens_decoder={"2": other})
+
+
 def test_tokens_of_the_old_file_of_added_tokens_are_compared(tmp_path: Path) -> None:
     assert lines(tmp_path, "added_tokens.json", {"<|im_end|>": 2}) == []
     with pytest.raises(DataError, match="the token '<new>' has the id 400"):

@@ -67,6 +67,37 @@ def test_validations_come_as_often_as_the_trainer_says(given: Any, every: int) -
     assert named.loss({"x": torch.zeros(2, 3)}) == (torch.tensor(0.0), 0)  # no label that counts
 
 
+class LlamaForCausalLM(nn.Linear): ...
+
+
+class OfUser(LlamaForCausalLM): ...
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self) -> nn.Module:
+        return self.base
+
+
+@pytest.mark.parametrize(
+    ("model", "counted"),
+    [
+        (nn.Linear(3, 1), 3),
+        (OfUser(3, 1), 2),
+        (torch.compile(OfUser(3, 1)), 2),
+        (Adapted(OfUser(3, 1)), 2),
+        (torch.compile(Adapted(OfUser(3, 1))), 2),
+    ],
+)
+def test_the_first_label_of_a_wrapped_causal_model_does_not_count(model: Any, counted: int) -> None:
+    made = Trainer()
+    made.model = model
+    assert hf_trainer._counted_labels(made)({"labels": torch.tensor([[5, 6, 7]])}) == counted
+
+
 def test_a_trainer_without_eval_strategy_names_no_validation() -> None:
     assert named_validation() is None
 
@@ -145,6 +176,12 @@ def scheduled(interval: str, **keys: Any) -> LightningModule:
     return LightningModule(optimizers=both)
 
 
+def with_loss_function() -> Trainer:
+    made = Trainer()
+    setattr(made, "compute_loss_func", print)  # noqa: B010
+    return made
+
+
 def masked() -> Trainer:
     made = Trainer()
     made.data_collator = Masking()
@@ -167,7 +204,9 @@ def masked() -> Trainer:
         (overriding(Trainer, "evaluate")(eval_strategy="epoch"), "compute_loss"),
         (Trainer(seed=7), "--set seed=7"),
         (masked(), "in the dataset"),
+        (with_loss_function(), "override compute_loss instead"),
         (LightningModule(reads=lambda one: one.current_epoch), "global_step"),
+        (LightningModule(reads=lambda one: one.trainer), "number of steps"),
         (nn.Linear(3, 1), "derive it"),
         (LightningModule(automatic=False), "holdfast.run()"),
         (LightningModule(optimizers=lambda one: None), "return an optimizer"),

@@ -60,6 +60,8 @@ OUTSIDE_NAMES = {
 }
 
 _TOKENS = ("bos", "cls", "decoder_start", "eos", "forced_bos", "forced_eos", "mask", "pad", "sep")
+DROPOUT = ("attention_dropout", "embd_pdrop", "resid_pdrop")
+"""Keys that the decoder trains without, which a run says."""
 NEUTRAL = frozenset(
     (
         # tokens
@@ -76,11 +78,11 @@ NEUTRAL = frozenset(
         *("output_scores", "return_dict", "return_dict_in_generate"),
         # training, other tasks, and where the folder is from
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
-        *("architectures", "attention_dropout", "auto_map", "cache_implementation"),
-        *("chunk_size_feed_forward", "classifier_dropout", "dtype", "embd_pdrop"),
+        *("architectures", "auto_map", "cache_implementation"),
+        *("chunk_size_feed_forward", "classifier_dropout", "dtype", *DROPOUT),
         *("finetuning_task", "id2label", "is_decoder", "is_llama_config", "label2id"),
         *("model_type", "prefix", "pretraining_tp", "problem_type", "pruned_heads"),
-        *("resid_pdrop", "task_specific_params", "tf_legacy_loss", "tokenizer_class"),
+        *("task_specific_params", "tf_legacy_loss", "tokenizer_class"),
         *("torch_dtype", "torchscript", "transformers.js_config", "transformers_version"),
         *("unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
     )

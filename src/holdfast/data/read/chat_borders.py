@@ -64,7 +64,7 @@ _OF_LOSS = "(un)?(weight(s|ed)?|train(s|ed|ing|able)?|loss(es)?|mask(s|ed)?|labe
 _AROUND = (
     "is|do|on|no|not|has|in|for|use|with|without|this|all|only|turns?|messages?|assistants?|user|"
     "prompts?|completions?|reply|response|output|samples?|tokens?|row|scale|coef|factor|value|"
-    "details?|include|exclude|skip|compute"
+    "details?|include|exclude|skip|compute|calculate|apply|enable|inputs?|history|instructions?|last"
 )
 _LOSS_KEY = re.compile(rf"(({_AROUND})[-_]?)*({_OF_LOSS})([-_]?({_OF_LOSS}|{_AROUND}))*", re.I)
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from holdfast.borders import Border, Unread
 from holdfast.data.read.vocabulary import read_object
@@ -35,6 +35,8 @@ TOKENIZER_KEYS = Border(
 )
 """special_tokens_map.json has the tokens among them. Sections of tokenizer.json are used by the
 library, but truncation and padding, which are off here and in transformers."""
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+"""Of an added token. One that added_tokens_decoder leaves out has the library's default."""
 REMEDY = "Holdfast tokenises as tokenizer.json says: mend the two in a copy of the folder"
 _THEIRS = """import json, sys
 from transformers import AutoTokenizer
@@ -69,7 +71,24 @@ def check_tokenizer_files(path: Path, tokenizer: Tokenizer) -> list[str]:
         if there is None or number not in (None, there):
             what = f"the token {token!r} has the id {number}, and in tokenizer.json {there}"
             raise DataError(what, where=where, remedy=REMEDY)
+    _refuse_other_flags(settings, tokenizer, where)
     return [unread.line()] if unread.line() else []
+
+
+def _refuse_other_flags(settings: dict[str, Any], tokenizer: Tokenizer, where: str) -> None:
+    """Raises DataError for a flag of a token that transformers sets otherwise."""
+    ours = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    for said in (settings.get("added_tokens_decoder") or {}).values():
+        given = {flag: said[flag] for flag in _FLAGS if flag in said}
+        there, theirs = ours.get(said["content"]), AddedToken(said["content"], **given)
+        for flag in _FLAGS if there else ():
+            if getattr(theirs, flag) != getattr(there, flag):
+                what = f"{flag} of the token {theirs.content!r} is {getattr(theirs, flag)}"
+                raise DataError(
+                    f"{what} in added_tokens_decoder, and {getattr(there, flag)} in tokenizer.json",
+                    where=where,
+                    remedy="make both say the same: save the tokenizer again with transformers",
+                )
 
 
 def _added(settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, int | None]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.catalog import list_commits
-from holdfast.config.huggingface.folder import read_folder_model, read_json_object
+from holdfast.config.huggingface.architectures import DROPOUT
+from holdfast.config.huggingface.folder import CONFIG, read_folder_model, read_json_object
 from holdfast.config.huggingface.weight_files import StoredTensor, describe_unread, read_weights
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.lora_from import ADAPTER_CONFIG
@@ -131,6 +132,7 @@ def describe_lora(config: RunConfig) -> list[str]:
         f"the {format_count(count_parameters(config.model))} of {lora.base} stay "
         f"(checksum {lora.base_checksum})",
         *_unread(lora.base),
+        *_dropout_of_model(lora.base),
         *_other_dropout(lora),
     ]
 
@@ -141,6 +143,14 @@ def _other_dropout(lora: LoraConfig) -> list[str]:
     if (given := there.get("lora_dropout") or 0.0) == lora.dropout or not lora.adapter:
         return []
     return [f"lora.dropout is {lora.dropout:g}, and {given} in {lora.adapter}/{ADAPTER_CONFIG}"]
+
+
+def _dropout_of_model(folder: str) -> list[str]:
+    """A line about the dropout of a model's folder, which the decoder trains without."""
+    path = Path(folder) / CONFIG
+    there = read_json_object(path) if path.is_file() else {}
+    said = ", ".join(f"{key} {there[key]}" for key in DROPOUT if there.get(key))
+    return [f"{path} says {said}; this run trains without dropout of the model"] if said else []
 
 
 def _unread(folder: str) -> list[str]:
@@ -156,10 +166,12 @@ def describe_weights(loaded: LoadedConfig) -> list[str]:
             f"the run begins with the {count} parameters of {config.model.weights} "
             f"(checksum {config.model.weights_checksum})",
             *_unread(config.model.weights),
+            *_dropout_of_model(config.model.weights),
         ]
     if origin.kind != "model folder" or config.lora.rank:
         return []
-    return [f"model.weights is false: {origin.place} gives the shape, and weights are initial ones"]
+    line = f"model.weights is false: {origin.place} gives the shape, and weights are initial ones"
+    return [line, *_dropout_of_model(origin.place)]
 
 
 def describe_first_weights(config: RunConfig) -> str:
