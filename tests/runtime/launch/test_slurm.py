@@ -14,7 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.launch import LaunchConfig, SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
-from holdfast.launch.owners.slurm.commands import seconds_of
+from holdfast.launch.owners.slurm.commands import refuse_impossible, seconds_of
 from holdfast.launch.owners.slurm.owner import SlurmOwner, script_text
 from tests.support.commands import within, write_run_file
 from tests.support.fake_slurm import FakeSlurm
@@ -245,6 +245,17 @@ def test_more_nodes_or_time_than_the_partition_has(slurm: FakeSlurm, tmp_path: P
     with pytest.raises(ConfigError, match=r"time limit 2:00:00 is longer .* 1:00:00"):
         SlurmOwner().submit(request_of(tmp_path / "run", time="2:00:00"))
     assert not slurm.calls("sbatch")
+
+
+def test_jobs_are_spread_over_several_partitions(slurm: FakeSlurm) -> None:
+    """Each job runs in one of them."""
+    slurm.say("sinfo", "a|4|1:00:00", "b|3|1:00:00")
+    both = SlurmConfig(partition="a,b")
+    refuse_impossible(both, 7, 1)
+    with pytest.raises(ConfigError, match="8 nodes do not fit: partition a,b has 7"):
+        refuse_impossible(both, 8, 1)
+    with pytest.raises(ConfigError, match=r"nodes_per_job: a job of 5 nodes .* a,b has 4; use at"):
+        refuse_impossible(both, 7, 5)
 
 
 def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
