@@ -223,6 +223,28 @@ def test_a_list_of_the_run_file_names_each_host_once(twice: tuple[str, ...]) -> 
         hosts_of(SshConfig.model_validate({"hosts": twice}))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["StrictHostKeyChecking=no"], "'StrictHostKeyChecking=no' is no option of ssh: use"),
+        (["-v", "gpu-1"], "'gpu-1' is no option"),
+        (["-p", "2222", "gpu-1"], "'gpu-1' is no option"),
+        (["--"], "'--' is no option"),
+        (["-"], "'-' is no option"),
+        (["-p", "2222", "-o"], r"'-o' has no value: use \[-o, VALUE\]"),
+        (["-p", ""], "'-p' has no value"),
+    ],
+)
+def test_no_word_of_the_options_is_taken_as_the_host(options: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"launch\.ssh\.options: {words}"):
+        SshConfig.model_validate({"options": options})
+
+
+def test_options_of_ssh_in_each_of_its_forms() -> None:
+    options = ["-4vp2222", "-p", "22", "-Ci", "my key", "-oUser=me", "-o User=me", "-J", "-gate"]
+    assert SshConfig.model_validate({"options": options}).options == tuple(options)
+
+
 def test_too_few_hosts_are_refused_and_a_dry_run_asks_none(hosts: Hosts) -> None:
     with pytest.raises(UserError, match=r"2 nodes need as many hosts, and launch.ssh has 1"):
         OWNER.describe(hosts.request("launch.ssh.hosts=[a]"))

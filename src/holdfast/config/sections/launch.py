@@ -14,6 +14,11 @@ from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section, check_each
 
+SSH_WORD = re.compile(
+    r"-(?=.)[46AaCfGgKkMNnqsTtVvXxYy]*(?P<valued>[BbcDEeFIiJLlmOoPpQRSWw](?P<value>.+)?)?",
+    re.DOTALL,
+)
+"""A word of ssh's options. One that is valued and has no value takes the next word as such."""
 HOST = r"[A-Za-z0-9_:\[][A-Za-z0-9._:@%,\[\]-]*"
 """Characters of hosts; `launch/owners/ssh/hosts.py` reads them. An option of ssh is none."""
 
@@ -40,6 +45,13 @@ class SshConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if self.hosts and self.hosts_file:
             yield "launch.ssh.hosts and hosts_file both name hosts: leave one of them out"
+        words = iter(self.options)
+        for word in words:
+            found = SSH_WORD.fullmatch(word)
+            if found is None:
+                yield f"launch.ssh.options: {word!r} is no option of ssh: use [-o, NAME=VALUE]"
+            elif found["valued"] and not found["value"] and not next(words, ""):
+                yield f"launch.ssh.options: {word!r} has no value: use [{word}, VALUE]"
 
 
 class SlurmConfig(Section):
