@@ -270,6 +270,22 @@ def test_a_controller_that_does_not_answer(slurm: FakeSlurm) -> None:
         SlurmOwner().status(JOB)
 
 
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("time", "90 90:00 4:00:00 2-0 2-0:0 2-00:00:00 UNLIMITED", "4h 1:2:3:4 1- 2days"),
+        ("memory", "0 4096 64G 64m", "64GB 64.5G much G"),
+        ("gpus_per_node", "8 h100:8 a100_1g.5gb:2,h100:1", "eight h100: 8, :8"),
+    ],
+)
+def test_a_value_has_a_form_of_sbatch(key: str, good: str, bad: str) -> None:
+    for value in good.split():
+        assert getattr(SlurmConfig.model_validate({key: value}), key) == value
+    for value in bad.split():
+        with pytest.raises(ValueError, match=key):
+            SlurmConfig.model_validate({key: value})
+
+
 @pytest.mark.parametrize("option", ["mail-type=END", "--comment=a\nb"])
 def test_options_are_options(option: str) -> None:
     with pytest.raises(ValueError, match="no option of sbatch"):
