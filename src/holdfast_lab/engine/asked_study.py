@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.runs import open_run
 from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RUNG_S, RecoveryCosts
@@ -221,6 +221,17 @@ def _ours(request: PlanRequest, settings: Settings, prices: Mapping[int, float])
     return lambda cost: holdfast(cost, rules)
 
 
+def _refuse_no_node(stream: EventStream, where: str) -> None:
+    """A trace of prices has no nodes, either; it says for how long the machines are there."""
+    first = min((event.t_s for event in stream.events if event.kind == "join"), default=0.0)
+    if not stream.events or first >= stream.seconds:
+        raise DataError(
+            "no node is there before the trace ends",
+            where=where,
+            remedy="look at it with holdfast trace show, and give a trace of nodes",
+        )
+
+
 class _Histories:
     """The histories of a study. Each is made when a replay needs it, and serves the next policy."""
 
@@ -232,6 +243,7 @@ class _Histories:
         if streams:
             merged = with_known_places(merge_streams(streams))
             self._recorded = as_long_as_nodes(merged, streams)
+            _refuse_no_node(self._recorded, self.words)
         self._parts: dict[int, list[EventStream]] = {}
         self._made: dict[tuple[int, int], EventStream] = {}
 

@@ -12,6 +12,8 @@ import pytest
 
 from holdfast_lab.admission import outcome as admission_study
 from holdfast_lab.engine import study_replays
+from holdfast_lab.traces.events import EventStream, TraceEvent, TraceHeader
+from holdfast_lab.traces.stream_file import format_stream
 from tests.support.commands import Outcome, within
 
 RUN = """\
@@ -103,6 +105,15 @@ def test_a_run_is_simulated_to_its_end(files: Path) -> None:
     found = answer("--until-done")["outcomes"][0]["histories"][0]
     assert found["finished"]
     assert found["tokens"] == pytest.approx(4000 * 32 * 512)
+
+
+@pytest.mark.parametrize(("seconds", "join"), [(0.0, None), (600.0, None), (600.0, 600.0)], ids=str)
+def test_a_trace_without_a_node_is_refused(files: Path, seconds: float, join: float | None) -> None:
+    events = [] if join is None else [TraceEvent(join, "join", "n0", value=1.0)]
+    stream = EventStream(TraceHeader("x", seconds=seconds), tuple(events))
+    (files / "t.jsonl").write_text("\n".join(format_stream(stream)) + "\n")
+    refused = within("simulate", "run.yaml", "--cluster", "machines.yaml", "--trace", "t.jsonl")
+    refused.refuses("t.jsonl: no node is there before the trace ends; look at it")
 
 
 def test_a_made_trace_needs_no_file(files: Path) -> None:

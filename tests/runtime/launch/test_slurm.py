@@ -14,7 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.launch import LaunchConfig, SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
-from holdfast.launch.owners.slurm.commands import seconds_of
+from holdfast.launch.owners.slurm.commands import refuse_impossible, seconds_of
 from holdfast.launch.owners.slurm.owner import SlurmOwner, script_text
 from tests.support.commands import within, write_run_file
 from tests.support.fake_slurm import FakeSlurm
@@ -247,6 +247,17 @@ def test_more_nodes_or_time_than_the_partition_has(slurm: FakeSlurm, tmp_path: P
     assert not slurm.calls("sbatch")
 
 
+def test_jobs_are_spread_over_several_partitions(slurm: FakeSlurm) -> None:
+    """Each job runs in one of them."""
+    slurm.say("sinfo", "a|4|1:00:00", "b|3|1:00:00")
+    both = SlurmConfig(partition="a,b")
+    refuse_impossible(both, 7, 1)
+    with pytest.raises(ConfigError, match="8 nodes do not fit: partition a,b has 7"):
+        refuse_impossible(both, 8, 1)
+    with pytest.raises(ConfigError, match=r"nodes_per_job: a job of 5 nodes .* a,b has 4; use at"):
+        refuse_impossible(both, 7, 5)
+
+
 def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="Slurm's command sinfo is not on PATH"):
@@ -257,6 +268,22 @@ def test_a_controller_that_does_not_answer(slurm: FakeSlurm) -> None:
     slurm.refuse("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
     with pytest.raises(RunFolderError, match="Slurm's controller does not answer"):
         SlurmOwner().status(JOB)
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("time", "90 90:00 4:00:00 2-0 2-0:0 2-00:00:00 UNLIMITED", "4h 1:2:3:4 1- 2days"),
+        ("memory", "0 4096 64G 64m", "64GB 64.5G much G"),
+        ("gpus_per_node", "8 h100:8 a100_1g.5gb:2,h100:1", "eight h100: 8, :8"),
+    ],
+)
+def test_a_value_has_a_form_of_sbatch(key: str, good: str, bad: str) -> None:
+    for value in good.split():
+        assert getattr(SlurmConfig.model_validate({key: value}), key) == value
+    for value in bad.split():
+        with pytest.raises(ValueError, match=key):
+            SlurmConfig.model_validate({key: value})
 
 
 @pytest.mark.parametrize("option", ["mail-type=END", "--comment=a\nb"])

@@ -192,6 +192,7 @@ def test_each_host_of_a_file_is_one_node_with_its_places(form: str, tmp_path: Pa
         ("n1 4 all.q@n1", "list:2: this has the word '4' that Holdfast does not know"),
         ("n1 slots=", "slots= is no number"),
         ("n1 slots=8 max_slots=4", "slots exceeds max_slots"),
+        ("n1 max_slots=2", "list:2: max_slots=2 is there without slots; write slots=2"),
         ("n1 slots=1 slots=2", "there twice"),
         ("n1 port=70000", "port=70000 is no number from 1 to 65535"),
         ("me@n1 user=you", "there twice"),
@@ -214,10 +215,34 @@ def test_what_a_line_of_hosts_says_and_no_list_names_is_refused(
         hosts_of(SshConfig.model_validate({"hosts_file": str(tmp_path / "list")}))
 
 
-@pytest.mark.parametrize("twice", [("n1", "N1"), ("n[1-2]", "me@n2"), ("::1", "[0::1]")])
+@pytest.mark.parametrize(
+    "twice", [("n1", "N1"), ("n1", "n1:22"), ("n[1-2]", "me@n2"), ("::1", "[0::1]")]
+)
 def test_a_list_of_the_run_file_names_each_host_once(twice: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"launch.ssh.hosts: .* is named twice"):
         hosts_of(SshConfig.model_validate({"hosts": twice}))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["StrictHostKeyChecking=no"], "'StrictHostKeyChecking=no' is no option of ssh: use"),
+        (["-v", "gpu-1"], "'gpu-1' is no option"),
+        (["-p", "2222", "gpu-1"], "'gpu-1' is no option"),
+        (["--"], "'--' is no option"),
+        (["-"], "'-' is no option"),
+        (["-p", "2222", "-o"], r"'-o' has no value: use \[-o, VALUE\]"),
+        (["-p", ""], "'-p' has no value"),
+    ],
+)
+def test_no_word_of_the_options_is_taken_as_the_host(options: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"launch\.ssh\.options: {words}"):
+        SshConfig.model_validate({"options": options})
+
+
+def test_options_of_ssh_in_each_of_its_forms() -> None:
+    options = ["-4vp2222", "-p", "22", "-Ci", "my key", "-oUser=me", "-o User=me", "-J", "-gate"]
+    assert SshConfig.model_validate({"options": options}).options == tuple(options)
 
 
 def test_too_few_hosts_are_refused_and_a_dry_run_asks_none(hosts: Hosts) -> None:

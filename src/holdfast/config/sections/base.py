@@ -57,6 +57,18 @@ class Section(BaseModel):
         return self
 
 
+def check_text(pattern: str, problem: str) -> AfterValidator:
+    """Return what refuses a text that is not empty and does not match. problem: what follows the
+    text in the sentence, "...: use ..."."""
+
+    def check(text: str) -> str:
+        if text and not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} {problem}")
+        return text
+
+    return AfterValidator(check)
+
+
 def check_each(pattern: str | re.Pattern[str], problem: str) -> AfterValidator:
     """Return what refuses a list with a text that does not match. problem: what follows the text in
     the sentence, "...: use ..."."""

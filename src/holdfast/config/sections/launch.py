@@ -7,13 +7,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from holdfast.config.sections.base import Section, check_each
+from holdfast.config.sections.base import Section, check_each, check_text
 
+SSH_WORD = re.compile(
+    r"-(?=.)[46AaCfGgKkMNnqsTtVvXxYy]*(?P<valued>[BbcDEeFIiJLlmOoPpQRSWw](?P<value>.+)?)?",
+    re.DOTALL,
+)
+"""A word of ssh's options. One that is valued and has no value takes the next word as such."""
 HOST = r"[A-Za-z0-9_:\[][A-Za-z0-9._:@%,\[\]-]*"
 """Characters of hosts; `launch/owners/ssh/hosts.py` reads them. An option of ssh is none."""
 
@@ -40,6 +45,29 @@ class SshConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         if self.hosts and self.hosts_file:
             yield "launch.ssh.hosts and hosts_file both name hosts: leave one of them out"
+        words = iter(self.options)
+        for word in words:
+            found = SSH_WORD.fullmatch(word)
+            if found is None:
+                yield f"launch.ssh.options: {word!r} is no option of ssh: use [-o, NAME=VALUE]"
+            elif found["valued"] and not found["value"] and not next(words, ""):
+                yield f"launch.ssh.options: {word!r} has no value: use [{word}, VALUE]"
+
+
+_COUNT = r"([A-Za-z0-9_.-]+:)?[0-9]+"
+SlurmTime = Annotated[
+    str,
+    check_text(
+        r"(?i:unlimited|infinite)|-1|([0-9]+-)?[0-9]+(:[0-9]+){0,2}",
+        "is no time of Slurm: use 4:00:00, or 2-00:00:00 for days",
+    ),
+]
+SlurmMemory = Annotated[
+    str, check_text("[0-9]+[KkMmGgTt]?", "is no amount of memory of Slurm: use 64G")
+]
+SlurmDevices = Annotated[
+    str, check_text(f"{_COUNT}(,{_COUNT})*", "is no number of devices: use 8 or h100:8")
+]
 
 
 class SlurmConfig(Section):
@@ -49,14 +77,14 @@ class SlurmConfig(Section):
     partition: str = Field("", description="partition, or several with commas")
     account: str = Field("", description="account that is charged")
     qos: str = Field("", description="quality of service")
-    time: str = ""
+    time: SlurmTime = ""
     """time limit, as 4:00:00 or 2-00:00:00; the job is queued again after it"""
-    gpus_per_node: str = Field("", description="devices of each node, as 8 or h100:8")
+    gpus_per_node: SlurmDevices = Field("", description="devices of each node, as 8 or h100:8")
     gres: str = Field("", description="generic resources of each node, as gpu:8")
     cpus: int = Field(
         0, ge=0, description="CPUs of each node, if the job shares it; 0: the cluster's"
     )
-    memory: str = Field("", description="memory of each node, as 64G; empty: the cluster's")
+    memory: SlurmMemory = Field("", description="memory of each node, as 64G; empty: the cluster's")
     constraint: str = Field("", description="features that each node must have")
     reservation: str = Field("", description="reservation to run in")
     exclusive: bool = Field(True, description="no other job runs on the nodes")
@@ -139,6 +167,8 @@ class RayConfig(Section):
 
 
 QUANTITY = r"^([0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?)?$"
+NAMESPACE = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+QUEUE_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 OBJECT_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 TOLERATION = re.compile(
     r"(?P<key>[^=:]+)(=(?P<value>[^:]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)"
@@ -156,12 +186,14 @@ class KubernetesConfig(Section):
     """what is submitted: a Job of Kubernetes, JobSet, Job of Volcano, TrainJob, RayCluster, Job for
     YuniKorn, PyTorchJob of KubeDL"""
     context: str = Field("", description="context of kubectl; empty: the current one")
-    namespace: str = Field("default", pattern=OBJECT_NAME, min_length=1)
+    namespace: str = Field("default", pattern=NAMESPACE)
     """namespace of all objects"""
-    image: str = ""
+    image: Annotated[str, check_text(r"\S+", "is no name of an image: use NAME:TAG")] = ""
     """image of the pods, which has Holdfast (docs/guide/deploy.md)"""
     pull_secret: str = Field("", pattern=OBJECT_NAME, description="Secret for pulling the image")
-    queue: str = ""
+    queue: Annotated[
+        str, check_text(QUEUE_NAME, "is no name of a queue: use letters, digits, - and .")
+    ] = ""
     """queue of Kueue (a LocalQueue), or of Volcano or YuniKorn; empty: none"""
     priority_class: str = Field("", pattern=OBJECT_NAME)
     """a WorkloadPriorityClass if Kueue has the queue; otherwise a PriorityClass"""
@@ -176,7 +208,12 @@ class KubernetesConfig(Section):
     memory: str = Field("", pattern=QUANTITY, description="memory of a pod, as 64Gi; empty: open")
     gpus: int = Field(0, ge=0, description="accelerators of a pod")
     gpu_resource: str = Field("nvidia.com/gpu", description="what the cluster calls them")
-    resources: Pairs = ()
+    resources: Annotated[
+        tuple[str, ...],
+        check_each(
+            rf"[^=\s]+=(?=.){QUANTITY.strip('^$')}", "is no amount of a resource: use NAME=QUANTITY"
+        ),
+    ] = ()
     """further resources of a pod, each as NAME=QUANTITY, as rdma/hca=1"""
     shared_memory: str = Field("", pattern=QUANTITY)
     """size of /dev/shm, which holds snapshots; it counts as memory of the pod. Empty: half of
@@ -200,6 +237,15 @@ class KubernetesConfig(Section):
     user: int = Field(1000, ge=1, description="number of the user and group of the processes")
 
     def broken_rules(self) -> Iterator[str]:
+        by_keys = {"cpu": self.cpu, "memory": self.memory, self.gpu_resource: self.gpus}
+        taken = {name: f"{name}={value}" for name, value in by_keys.items() if value}
+        yield from _given_twice("resources", self.resources, taken)
+        yield from _given_twice("node_selector", self.node_selector, {})
+        if self.kind != "yunikorn" and not re.fullmatch(OBJECT_NAME, self.queue):
+            yield (
+                f"launch.kubernetes.queue {self.queue!r} is no name of an object: use small "
+                "letters, digits and -"
+            )
         if self.topology != "none" and not self.topology_level:
             yield (
                 f"launch.kubernetes.topology {self.topology} needs a level: use "
@@ -210,6 +256,16 @@ class KubernetesConfig(Section):
                 "Volcano counts tiers of HyperNodes: use a number as "
                 "launch.kubernetes.topology_level, as 1"
             )
+
+
+def _given_twice(key: str, pairs: Iterable[str], taken: Mapping[str, str]) -> Iterator[str]:
+    """Yield the sentence of each pair whose name is there before. taken: name -> what sets it."""
+    found = dict(taken)
+    for pair in pairs:
+        name = pair.partition("=")[0]
+        if name in found:
+            yield f"launch.kubernetes.{key}: {pair} and {found[name]} are both given: use one"
+        found[name] = pair
 
 
 class LaunchConfig(Section):

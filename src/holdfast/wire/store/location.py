@@ -197,6 +197,13 @@ def parse_location(location: str) -> BucketLocation:
         raise _wrong(f"{parts.netloc!r} is no name of a bucket", where, remedy)
     if "#" in location:
         raise _wrong("what follows # would be left out", where, "write a # of a name as %23")
+    if "?" in parts.query:
+        remedy = "join options with &, and write a ? of a value as %3F"
+        raise _wrong("the address has a second ?", where, remedy)
+    used = "|".join(sorted(ADDRESS_OPTIONS[scheme].used))
+    if found := re.search(f"&({used})=", parts.path):
+        remedy = "begin the options with ?, and write a & of a name as %26"
+        raise _wrong(f"the option {found[1]} is in the path", where.partition("&")[0], remedy)
     if re.search("%(?![0-9A-Fa-f]{2})", location):
         raise _wrong("a % has no two hexadecimal digits", where, "write a % of a name as %25")
     if re.search(r"[\x00-\x1f\x7f]", location + path) or location != location.strip():
@@ -223,6 +230,8 @@ def _value(name: str, value: str, where: str) -> Any:
             if 0 < float(value) <= 3600:
                 return float(value)
         raise StoreError("timeout is not a number of seconds", where=where, remedy="use timeout=30")
+    if name == "region" and re.search("[^A-Za-z0-9-]", value):
+        raise _wrong("region is no name of a region", where, "use region=us-east-1")
     if name == "compress" and value != "zstd":
         raise StoreError("compress knows zstd only", where=where, remedy="use compress=zstd")
     if name == "retries":

@@ -174,6 +174,23 @@ def test_the_secret_is_in_no_dry_run() -> None:
         (["launch.kubernetes.tolerations=[gpu]"], "KEY:NoSchedule"),
         (["launch.kubernetes.node_selector=[a b]"], "NAME=VALUE"),
         (["launch.kubernetes.memory=much"], "launch.kubernetes.memory"),
+        (["launch.kubernetes.node_selector=[a=1, a=2]"], "a=2 and a=1 are both given; use one"),
+        (["launch.kubernetes.resources=[x/y=1, x/y=2]"], "x/y=2 and x/y=1 are both given"),
+        (["launch.kubernetes.resources=[nvidia.com/gpu=1]"], "gpu=1 and nvidia.com/gpu=8 are"),
+        (
+            ["launch.kubernetes.cpu=2", "launch.kubernetes.resources=[cpu=1]"],
+            "cpu=1 and cpu=2 are both given",
+        ),
+        (["launch.kubernetes.resources=[x/y=many]"], "NAME=QUANTITY"),
+        (["launch.kubernetes.resources=[x/y=]"], "NAME=QUANTITY"),
+        (["launch.kubernetes.image='a b'"], "launch.kubernetes.image"),
+        (["launch.kubernetes.queue='a b'"], "launch.kubernetes.queue"),
+        (["launch.kubernetes.queue=Team"], "no name of an object"),
+        (["launch.kubernetes.namespace=a.b"], "launch.kubernetes.namespace"),
+        (
+            ["launch.kubernetes.memory=1Gi", "launch.kubernetes.shared_memory=2G"],
+            "shared memory of 2G .* use at most 1Gi",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_with_its_key(given: list[str], words: str) -> None:

@@ -69,6 +69,11 @@ def test_a_bucket_and_its_options() -> None:
         ("s3://b/my#run", "b/my: what follows # would be left out; write a # of a name as %23"),
         ("file:///a#b", "what follows #"),
         ("s3://b/x?region=a&region=b", "named twice"),
+        ("s3://b/x?region=a?endpoint=https://h", "b/x: the address has a second ?; join options"),
+        ("s3://b/x&region=eu", "s3://b/x: the option region is in the path; begin the options"),
+        ("file:///x&seal=env", "the option seal is in the path"),
+        ("s3://b/x?region=us east", "region is no name of a region; use region="),
+        ("s3://b/x?region=us%3Feast", "region is no name of a region"),
         ("s3://b/x?regoin=a", "did you mean region?"),
         ("s3://b/x?profile=p", "no file with the profile p"),
         ("gs://b/x?virtual_host=true", "the option 'virtual_host'"),
@@ -117,6 +122,7 @@ def test_what_an_address_says_reaches_the_client_as_it_is() -> None:
     )
     assert (found.prefix, found.endpoint) == ("my run#+/x", "https://[::1]:9000/p")
     assert found.credentials == "/a+b"
+    assert parse_location("s3://b/x%26region=eu&y").prefix == "x&region=eu&y"
     assert parse_location("S3://b/run") == parse_location("s3://b/run/?region=")
 
 

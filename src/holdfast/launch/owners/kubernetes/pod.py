@@ -83,6 +83,10 @@ def refuse_incomplete(request: LaunchRequest) -> None:
         remedy = f"use launch.kubernetes.gpus={config.cluster.places or 1}"
         what = "device cuda needs accelerators, and pods ask for none"
         add(what, "launch.kubernetes.gpus", remedy)
+    shared, memory = settings.shared_memory, settings.memory
+    if shared and memory and bytes_of(shared) > bytes_of(memory):
+        what = f"shared memory of {shared} counts as memory of the pod, which is {memory}"
+        add(what, "launch.kubernetes.shared_memory", f"use at most {memory}, or more memory")
     if is_folder and not settings.claim:
         remedy = "name the volume that it lies on, with launch.kubernetes.claim=NAME"
         add("pods cannot reach a run folder on this machine's disk", request.location, remedy)

@@ -134,14 +134,18 @@ def _per_node(field: str) -> str:
     return ", ".join(known) or "none"
 
 
-def refuse_impossible(slurm: SlurmConfig, nodes: int) -> None:
-    """Raises ConfigError for a job that Slurm would accept and never start."""
+def refuse_impossible(slurm: SlurmConfig, nodes: int, largest_job: int) -> None:
+    """Raises ConfigError for jobs that Slurm would accept and never start.
+
+    nodes: of all jobs. largest_job: nodes of the largest one, which runs in one partition.
+    """
     chosen = [f"--partition={slurm.partition}"] if slurm.partition else []
-    most, longest = 0, 0.0
+    most, largest, longest = 0, 0, 0.0
     for line in run_slurm("sinfo", "-h", *chosen, "-o", "%P|%D|%l").splitlines():
         name, count, limit = line.split("|")
         if slurm.partition or name.endswith("*"):
-            most = max(most, int(count))
+            most += int(count)
+            largest = max(largest, int(count))
             longest = max(longest, seconds_of(limit))
     partition = f"partition {slurm.partition}" if slurm.partition else "the default partition"
     if 0 < most < nodes:
@@ -149,6 +153,13 @@ def refuse_impossible(slurm: SlurmConfig, nodes: int) -> None:
             f"{nodes} nodes do not fit: {partition} has {most}",
             where="launch.nodes",
             remedy=f"ask for at most {most}, or set launch.slurm.partition",
+        )
+    if 0 < largest < largest_job:
+        raise ConfigError(
+            f"a job of {largest_job} nodes does not fit: the largest partition of "
+            f"{slurm.partition} has {largest}",
+            where="launch.slurm.nodes_per_job",
+            remedy=f"use at most {largest}, or set launch.slurm.partition",
         )
     if slurm.time and 0 < longest < seconds_of(slurm.time):
         raise ConfigError(

@@ -83,18 +83,19 @@ class SlurmOwner:
 
     def check(self, request: LaunchRequest) -> None:
         slurm, script = request.config.launch.slurm, script_text(request)
-        refuse_impossible(slurm, request.nodes)
+        refuse_impossible(slurm, request.nodes, _submissions(request)[0].nodes)
         for each in _submissions(request):
             submit_job(["sbatch", "--test-only", *each.options()], slurm, script)
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
-        refuse_impossible(request.config.launch.slurm, request.nodes)
+        slurm, largest_job = request.config.launch.slurm, _submissions(request)[0].nodes
+        refuse_impossible(slurm, request.nodes, largest_job)
         script = _write_script(request)
         name = job_name(request)
         numbers: list[str] = []
         try:
             for each in _submissions(request):
-                numbers.append(submit_job(each.arguments(script), request.config.launch.slurm))
+                numbers.append(submit_job(each.arguments(script), slurm))
         except BaseException:
             cancel(_PENDING, f"--name={name}")
             raise
@@ -110,7 +111,7 @@ class SlurmOwner:
         missing = request.all_nodes - sum(each.nodes for each in jobs)
         if missing > 0:
             slurm = request.config.launch.slurm
-            refuse_impossible(slurm, request.nodes)
+            refuse_impossible(slurm, request.nodes, 1)
             submit_job(_Submission(1, missing).arguments(_write_script(request)), slurm)
         elif missing < 0:
             _shrink(jobs, -missing)

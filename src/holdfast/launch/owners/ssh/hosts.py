@@ -18,6 +18,7 @@ HOSTS_LINE = Border(
 )
 REMEDY = "write HOST or USER@HOST:PORT, and in a file also 'slots=4 port=2222 user=me', each once"
 MAX_PLACES = MAX_RANGE = 10_000
+DEFAULT_PORT = 22
 MIN_PORT, MAX_PORT = 1024, 65535  # of HOST:PORT, as is 22; mpirun also writes HOST:PLACES
 _ADDRESS = re.compile(
     r"(?:(?P<user>\w[\w.-]*)@)?"
@@ -49,9 +50,10 @@ class Host:
     @property
     def machine(self) -> tuple[str, int]:
         """Return what is equal for two spellings of one host."""
+        port = self.port or DEFAULT_PORT
         with suppress(ValueError):
-            return str(ipaddress.ip_address(self.name)), self.port
-        return self.name.lower().rstrip("."), self.port
+            return str(ipaddress.ip_address(self.name)), port
+        return self.name.lower().rstrip("."), port
 
 
 def hosts_of(settings: SshConfig) -> list[Host]:
@@ -83,7 +85,7 @@ def read_hosts(text: str, where: str) -> Iterator[Host]:
                 yield from read_hosts(f"{user}{at}{_RANGE.sub(digits, name, count=1)}", where)
         return
     host = read_host(f"{user}{at}{name}", where)
-    if host.port not in (0, 22) and host.port < MIN_PORT:
+    if host.port not in (0, DEFAULT_PORT) and host.port < MIN_PORT:
         raise _wrong(
             f"{text!r} ends with a port or a number of places",
             where,
@@ -134,6 +136,9 @@ def _read_line(words: list[str], where: str) -> Iterator[Host]:
         _number(key, given.get(key), where, largest)
         for key, largest in (("max_slots", MAX_PLACES), ("slots", MAX_PLACES), ("port", MAX_PORT))
     )
+    if limit and not places:
+        remedy = f"write slots={limit}, or fewer"
+        raise _wrong(f"max_slots={limit} is there without slots", where, remedy)
     for host in read_hosts(words[0], where):
         user, port = given.get("user", host.user), port or host.port
         is_once = (host.user or user, host.port or port) == (user, port)
