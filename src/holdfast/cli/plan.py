@@ -11,13 +11,13 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, Overrides, RunFile
+from holdfast.cli.plan_alternatives import print_alternatives
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
 from holdfast.cli.plan_table import (
     loss_as_json,
     neighbours_as_json,
     next_plans_as_json,
     plan_as_json,
-    print_alternatives,
     print_comparison,
     print_loss,
     print_neighbours,

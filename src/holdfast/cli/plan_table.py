@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from math import isinf
@@ -11,9 +11,9 @@ from typing import Any
 
 from holdfast.cli.plan_request import PlanRequest
 from holdfast.core.schedule.draw import draw_svg, draw_text
-from holdfast.errors import LayoutError, UserError
+from holdfast.errors import LayoutError
 from holdfast.plan.auto.choices import values_of
-from holdfast.plan.auto.objective import end_in_words, fastest_of, objective_of
+from holdfast.plan.auto.objective import end_in_words, fastest_of
 from holdfast.plan.auto.search_run import RunPlan, plan_run
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
@@ -198,7 +198,6 @@ def plan_as_json(request: PlanRequest) -> dict[str, Any]:
 
 _MOST_RANKS = 8  # Ranks of a pipeline that are drawn as text: of more, labels do not fit
 _MOST_NEIGHBOURS = 12
-_BETTER = 0.01  # Share of a score by which another layout must be better to be named
 _SAME = 0.0005  # Share of a step below which two plans are as fast
 
 
@@ -276,54 +275,6 @@ def print_comparison(requests: list[tuple[str, PlanRequest]]) -> None:
         print("both are as fast")
     else:
         print(f"{requests[faster][0]} is {share:.1%} faster than {requests[slower][0]}")
-
-
-_ENDS = {"fastest": "time", "cheapest": "tokens_per_usd", "most robust": "goodput"}
-"""What the last lines of a plan name, and the objective that finds it."""
-
-
-def alternatives_of(request: PlanRequest) -> dict[str, tuple[str, Found | None]]:
-    """By name, (the override that chooses it, the fastest, cheapest or most robust layout). None:
-    it is the chosen one. A microbatch that is named has a line if a free one is faster."""
-    pools, chosen = request.problem.cluster.pools, request.plan.best
-    asked = {name: ("plan.objective", word) for name, word in _ENDS.items()}
-    if any(pool.usd_per_hour is None for pool in pools):
-        del asked["cheapest"]
-    if not any(pool.losses_per_day for pool in pools):
-        del asked["most robust"]
-    if request.plan.limits.microbatch:
-        asked["another microbatch"] = ("train.microbatch_size", "auto")
-    out: dict[str, tuple[str, Found | None]] = {}
-    for name, (key, word) in asked.items():
-        changed = request.loaded.with_values({key: (0 if word == "auto" else word, "asked")})
-        try:
-            found = plan_run(changed, request.machines, cache=request.cache).best
-        except UserError:
-            continue
-        score = objective_of(changed, request.problem, None)
-        is_better = found.score < score(chosen.choice, chosen.cost) * (1 - _BETTER)
-        if is_better or name in _ENDS:
-            out[name] = f"{key}={word}", found if is_better else None
-    return out
-
-
-def print_alternatives(request: PlanRequest, command: Callable[[str], str]) -> None:
-    """Print layouts that are better by another objective, each with the command that chooses it.
-    command: of an override."""
-    found = alternatives_of(request)
-    if same := [name for name, (_, each) in found.items() if each is None]:
-        print(f"{', '.join(same)}: this layout")
-    for name, (override, each) in found.items():
-        if each is not None:
-            figures = request.figures(each)
-            words = [words_of_layout(each.choice, request.problem.cluster)]
-            words.append(f"{format_si(figures.tokens_per_second)} tokens/s")
-            if figures.usd_per_tokens is not None:
-                words.append(f"${figures.usd_per_tokens:,.2f} per 1e9 tokens")
-            if name == "most robust":
-                expected = GoodputModel(request.problem).expected(each.choice, each.cost)
-                words.append(f"{format_si(expected.tokens_per_s)} tokens/s with failures")
-            print(f"{name}: {', '.join(words)}: {command(override)}")
 
 
 def plan_after_loss(request: PlanRequest, text: str) -> tuple[str, RunPlan | None]:

@@ -228,11 +228,19 @@ def print_outcomes(study: StudyResult) -> None:
     for outcome in study.outcomes:
         print(f"{outcome.case.words}: {_seconds_words(outcome)}")
     print(_LEGEND)
-    asked = study.asked
+    print(f"next: {shlex.join(_next_plan(study))}")
+
+
+def _next_plan(study: StudyResult) -> list[str]:
+    """The command of the run's plan. After losses it asks for goodput in place of time, because
+    the layout of the fastest step may lose most to them."""
+    asked, overrides = study.asked, list(study.asked.overrides)
+    has_losses = any(ledger.interruptions for each in study.outcomes for ledger in each.ledgers)
+    if has_losses and study.request.loaded.config.plan.objective == "time":
+        overrides = [each for each in overrides if not each.startswith("plan.objective=")]
+        overrides.append("plan.objective=goodput")
     where = ["--cluster", asked.cluster] if asked.cluster else []
-    print(
-        f"next: {shlex.join(['holdfast', 'plan', str(asked.run_file), *where, *asked.overrides])}"
-    )
+    return ["holdfast", "plan", str(asked.run_file), *where, *overrides]
 
 
 def _title(study: StudyResult) -> str:

@@ -68,6 +68,18 @@ def test_the_table_and_the_numbers(files: Path) -> None:
     assert ledger["usd"] == pytest.approx(2 * ledger["node_hours"])
 
 
+def test_after_losses_the_next_plan_is_for_goodput(files: Path) -> None:
+    def next_plan(*more: str) -> str:
+        return simulate(*more).succeeds().out.splitlines()[-1]
+
+    plan = "next: holdfast plan run.yaml --cluster machines.yaml"
+    assert next_plan("plan.objective=time") == f"{plan} plan.objective=goodput"
+    objective = "plan.objective=tokens_per_usd"  # one of its own is kept
+    assert next_plan(objective) == f"{plan} {objective}"
+    Path("nodes.csv").write_text("0,add,n0\n0,add,n1\n0,add,n2\n0,add,n3\n3600000,add,n4\n")
+    assert next_plan() == plan
+
+
 def test_the_report_of_a_simulated_run_says_what_the_simulation_says(files: Path) -> None:
     slow = ("--set", "communicator_s=20", "--set", "peers=0", "--set", "replicas_go_on=0")
     more = ("--set", "store_interval_s=97", "--out", "made")

@@ -65,6 +65,22 @@ def test_the_last_lines_name_the_key_of_a_better_layout_by_another_objective(
     assert any("<- chosen" in line and "0.00" in line for line in again)
 
 
+def test_a_run_in_fp32_is_told_what_bf16_gives(run_file: Path) -> None:
+    wide = (*SMALL, "model.dim=1024", "model.ffn_dim=4096", "data.sequence_length=512")
+
+    def hints(*asked: str) -> list[str]:
+        lines = within("plan", run_file, *wide, *asked).succeeds().out
+        return [each for each in lines.splitlines() if each.startswith("another precision: ")]
+
+    machines = ("--cluster", "2x1xA100-80")
+    [hint] = hints("train.precision=fp32", *machines)
+    assert hint.endswith(" train.precision=bf16")
+    assert "train.precision=fp32" not in hint
+    assert hints(*machines) == [hint.replace("train.precision=fp32 ", "")]
+    assert hints("train.precision=bf16", *machines) == []
+    assert hints("--cluster", "2x1xV100-32") == []  # it has no bf16
+
+
 def test_json_has_the_layouts_with_their_keys_and_parts(run_file: Path) -> None:
     asked = (run_file, *SMALL, "--cluster", "4xaws/us-east-1/p4d.24xlarge", "--json")
     value = json.loads(within("plan", *asked).out)

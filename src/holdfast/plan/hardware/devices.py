@@ -92,6 +92,7 @@ class DeviceType:
     measured: str = ""  # date if `holdfast calibrate` measured it
     hides: float = 1.0  # share of a message's time that computing may hide; 0: the same cores do
     steps: StepCosts = NOT_MEASURED
+    has_bf16: bool = True  # False: what `flops` has for bf16 is of fp16
     host_bytes_s: float = 0.0  # a second, one way, to the host's memory; 0 if it is the device's
 
     @property
@@ -235,4 +236,5 @@ def _device(
         source=row["source"],
         hides=float(row["hides"]) if row["hides"] else 1.0,
         host_bytes_s=host.link.bandwidth if host and host.kind == "host" else 0.0,
+        has_bf16=row["half"] != "fp16",
     )
