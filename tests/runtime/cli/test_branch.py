@@ -165,6 +165,7 @@ REFUSALS = {
     "seed=2": ("seed cannot change in a branch",),
     "data.sources.0.weight=2": ("data.sources.0.weight cannot change in a branch",),
     "folder=x": ("holdfast branch sets folder itself", "--to"),
+    "train.epochs=2": ("holdfast branch sets train.epochs itself", "use train.steps"),
     "branch_of=a@1": ("holdfast branch sets branch_of itself",),
     "train.batch_size=8": (
         "the steps up to 3 were dealt in other batches",

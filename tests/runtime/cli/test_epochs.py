@@ -37,6 +37,19 @@ def test_steps_next_to_epochs_and_unknown_sizes_are_refused() -> None:
         by_epochs(resolve_config("task: a:B\ntrain: {epochs: 2}\n", "run.yaml"), lambda: 0)
 
 
+def test_the_command_line_wins_over_the_other_key_of_the_file() -> None:
+    steps, epochs = "train: {steps: 60, microbatch_size: 1}\n", "train: {epochs: 3}\n"
+    loaded = resolve_config(steps, "run.yaml", ["train.epochs=3", "train.batch_size=4"])
+    assert by_epochs(loaded, lambda: 40)["train.steps"][0] == 30
+    for given in ("train.steps=60", "train={steps: 60}"):
+        loaded = resolve_config(epochs, "run.yaml", [given])
+        assert (loaded.config.train.steps, by_epochs(loaded, lambda: 40)) == (60, {})
+    assert resolve_config(steps, "run.yaml", ["train.epochs=0"]).config.train.steps == 60
+    both = resolve_config(steps, "run.yaml", ["train.epochs=3", "train.steps=9"])
+    with pytest.raises(ConfigError, match=r"command line: train\.epochs=3.*both say how long"):
+        by_epochs(both, lambda: 40)
+
+
 def test_a_run_of_half_a_pass_is_finished_there(trained: Trained, tmp_path: object) -> None:
     path = trained.run_file.with_name("epochs.yaml")
     path.write_text(trained.run_file.read_text().replace("  steps: 6\n", "  epochs: 0.5\n"))

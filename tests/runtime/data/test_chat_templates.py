@@ -304,7 +304,10 @@ def test_a_template_that_is_none_is_refused_with_its_line() -> None:
     ("rows", "row", "words"),
     [
         ("messages", {"text": "a"}, "'messages' is no list of messages; the row has ['text']"),
+        ("messages", {"mesages": TALK}, "'mesages': did you mean messages?"),
         ("messages", {"messages": [{"from": "gpt"}]}, "a message has no role"),
+        ("messages", {"messages": [{"rol": "user", "content": "a"}]}, "'rol': did you mean role?"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "valu": "a"}]}, "'valu': did you mean"),
         ("messages", {"messages": [{"role": "user", "content": [{"image": 1}]}]}, "no text"),
         ("messages", {"messages": [TALK[1] | {"weight": 0.333}]}, "weight 0.333"),
         ("messages", {"messages": [TALK[1], TALK[2] | {"weight": 0.5}]}, "other than 0 and 1"),

@@ -203,6 +203,7 @@ def resolve_config(
             del given[stale]
         given[key] = Origin("command line", override)
         _expand_short_forms(tree.value, given)
+    _drop_other_length(tree.value, given)
 
     def base_of(key: str) -> str:
         origin = origins.get(key) or given.get(key) or Origin("default")
@@ -242,6 +243,18 @@ def _expand_short_forms(data: dict[str, Any], given: dict[str, Origin]) -> None:
         if isinstance(word, str) and (section == "task" or word == "auto"):
             data[section] = {key: word}
             given[f"{section}.{key}"] = given.pop(section)
+
+
+def _drop_other_length(data: dict[str, Any], given: dict[str, Origin]) -> None:
+    """Leave out the file's `train.steps` where the command line gives `train.epochs`, and the
+    other way round: both say how long the run is. `train.epochs=0` says nothing."""
+    train = data.get("train")
+    if not isinstance(train, dict) or not (train.get("epochs") and "steps" in train):
+        return
+    kinds = {key: (given.get(f"train.{key}") or given["train"]).kind for key in ("steps", "epochs")}
+    if len(set(kinds.values())) == 2:
+        (dropped,) = (key for key, kind in kinds.items() if kind == "file")
+        del train[dropped], given[f"train.{dropped}"]
 
 
 def _override(data: dict[str, Any], override: str) -> str:

@@ -59,8 +59,15 @@ def _text(row: Mapping[str, Any], key: str, where: str, *, needed: bool = True) 
         return ""
     if not isinstance(value, str):
         what = "is missing" if value is None else f"is no text but {type(value).__name__}"
-        raise _refusal(f"{key!r} {what}; the row has {sorted(row)}", where, _FORM_REMEDY)
+        remedy = _meant(key, row)
+        raise _refusal(f"{key!r} {what}; the row has {sorted(row)}", where, remedy)
     return value
+
+
+def _meant(key: str, row: Mapping[str, Any]) -> str:
+    """The remedy of a row without the key: the key that is spelt almost so, if there is one."""
+    near = "" if key in row else nearest_of(key, row)
+    return f"{near!r}: did you mean {key}?" if near else _FORM_REMEDY
 
 
 _FORM_REMEDY = "mend the row, or set rows in data.sources to its form (docs/guide/fine-tuning.md)"
@@ -86,7 +93,7 @@ def _objects(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, 
 def _list(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(row.get(key), str | list) or (given := _objects(row, key, where)) is None:
         raise _refusal(
-            f"{key!r} is no list of messages; the row has {sorted(row)}", where, _FORM_REMEDY
+            f"{key!r} is no list of messages; the row has {sorted(row)}", where, _meant(key, row)
         )
     return given
 
@@ -117,7 +124,11 @@ def _conversation(
     for place, message in enumerate(given):
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            remedy = "set rows: sharegpt in data.sources" if "from" in message else _FORM_REMEDY
+            remedy = (
+                "set rows: sharegpt in data.sources"
+                if "from" in message
+                else _meant("role", message)
+            )
             raise _refusal(f"a message has no role; it has {sorted(message)}", where, remedy)
         refuse_loss_keys(message, where, f"message {place + 1}", "weight")
         weight = message.get("weight")

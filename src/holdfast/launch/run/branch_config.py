@@ -35,7 +35,11 @@ PATH_KEYS = (
     "cluster.notices_account",
     "checkpoint.bucket",
 )
-OWN_KEYS = {"folder": "name it with --to", "branch_of": "leave it out"}
+OWN_KEYS = {
+    "folder": "name it with --to",
+    "branch_of": "leave it out",
+    "train.epochs": "use train.steps",
+}
 """Keys that `holdfast branch` sets -> remedy for one on its command line."""
 UNKEPT_ORIGINS = {"device": "planned", "layout.workers": "planned", "cluster.node": "command line"}
 """Keys that a start plans for its machine, or is given for its node -> the origin that shows it."""
