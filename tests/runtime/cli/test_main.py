@@ -172,7 +172,7 @@ CASES = [
     ("holdfast checkp", {"checkpoint"}),
     ("holdfast checkpoint pr", {"prune"}),
     ("holdfast train --fr", {"--fresh"}),
-    ("holdfast checkpoint diff --", {"--json", "--help"}),
+    ("holdfast checkpoint diff --", {"--json", "--brief", "--help"}),
     ("holdfast no-such-command --", {"--help"}),
 ]
 BASH = """
