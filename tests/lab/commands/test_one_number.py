@@ -33,7 +33,15 @@ GIVEN: tuple[tuple[str, ...], ...] = (
 )
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=" ".join)
+IN_EACH_RUN = (0, 3, 7)
+"""Cases of `make test`; `make campaign` has all."""
+CASES = [
+    pytest.param(given, id=" ".join(given), marks=[pytest.mark.slow] * (i not in IN_EACH_RUN))
+    for i, given in enumerate(GIVEN)
+]
+
+
+@pytest.mark.parametrize("given", CASES)
 def test_two_commands_give_one_layout_and_one_speed(given: tuple[str, ...], tmp_path: Path) -> None:
     run, trace = tmp_path / "run.yaml", tmp_path / "quiet.csv"
     run.write_text(RUN)

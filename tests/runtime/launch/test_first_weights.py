@@ -14,6 +14,7 @@ from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import GOLDEN, write_base, write_run
 from tests.support.commands import within
+from tests.support.marks import in_campaign
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,9 @@ def _first_loss(run: Path) -> float:
     return next(e.loss for e in events if isinstance(e, StepDone) and e.step == 1)
 
 
-@pytest.mark.parametrize("layout", ["{workers: 1}", "{workers: 2, dp_shard: 2}", "{pp: 2}"])
+@pytest.mark.parametrize(
+    "layout", ["{workers: 1}", "{workers: 2, dp_shard: 2}", in_campaign("{pp: 2}")]
+)
 def test_the_first_loss_is_that_of_the_folder_s_model(root: Path, layout: str) -> None:
     """New adapters add nothing, so the first loss of PEFT and TRL is the base's."""
     run = root / f"run {len(layout)}"
