@@ -323,7 +323,7 @@ class CheckpointFailed(Event, kind="checkpoint_failed"):
 
 
 class SaveWaiting(Event, kind="save_waiting"):
-    """The run store does not take the last step's save, which waits; written once a minute."""
+    """The run store does not take the save of the last step or of a stop; written once a minute."""
 
     reason: str
     folder: str  # "": the reason says it

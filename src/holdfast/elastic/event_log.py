@@ -66,7 +66,8 @@ class EventLog:
         self._writers: dict[str, JournalWriter] = {}
         self._unflushed_writers: list[JournalWriter] = []  # of older generations
         self._other_generation_writers: dict[tuple[int, str], JournalWriter] = {}
-        self._has_complained = False
+        self.problem: HoldfastError | None = None
+        """Why the newest flush failed; None if it did not."""
         # Their own: while a disk hangs, they wait, and the agent needs threads for other requests.
         self._threads = ThreadPoolExecutor(JOURNAL_THREADS, "journal")
         # If another agent leads, it reports the starts. Readers drop a step that comes twice.
@@ -149,11 +150,11 @@ class EventLog:
             # Off the loop: a disk that is busy with a checkpoint may keep a write waiting.
             await loop.run_in_executor(self._threads, _flush_writers, chosen, sync)
         except HoldfastError as error:
-            if not self._has_complained:
+            if self.problem is None:
                 self._say(f"the journal cannot be written, its records are kept: {error}")
-            self._has_complained = True
+            self.problem = error
             return False
-        self._has_complained = False
+        self.problem = None
         return True
 
 

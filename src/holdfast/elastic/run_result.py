@@ -121,10 +121,7 @@ def run_result(
         (end.missing_upload for end in node_outcomes if end.missing_upload is not None), None
     )
     if unsaved is not None:
-        lost = f"; steps {committed_step + 1} to {step} are lost" if step > committed_step else ""
-        return _stopped_result(
-            committed_step, f"the state after step {step} could not be saved: {unsaved}{lost}", 1
-        )
+        return _stopped_result(committed_step, unsaved_sentence(step, unsaved, committed_step), 1)
     if not finished:
         return _stopped_result(
             step, stop_reason if missing is None else f"{stop_reason}; {missing}", 0
@@ -136,6 +133,12 @@ def run_result(
     error = UserError(said) if said else None
     event = RunFinished(said, step=step)
     return RunResult(event, "", error.exit_code if error else 0, error)
+
+
+def unsaved_sentence(step: int, reason: str, committed_step: int) -> str:
+    """Return why the state after `step` is not saved, and which steps are lost with it."""
+    lost = f"; steps {committed_step + 1} to {step} are lost" if step > committed_step else ""
+    return f"the state after step {step} could not be saved: {reason}{lost}"
 
 
 def _aborted_result(end_message: str, end_reason: str, committed_step: int) -> RunResult:

@@ -41,6 +41,7 @@ from holdfast.elastic.agent.health import HealthApplication
 from holdfast.elastic.agent.monitors import (
     check_prediction_forever,
     check_progress_forever,
+    check_save_forever,
     report_spare_forever,
 )
 from holdfast.elastic.agent.parts import AgentParts
@@ -174,6 +175,8 @@ class NodeAgent:
                 )
             ),
         ]
+        check_save = self._parts.shutdown_controller.check_save
+        watches.append(asyncio.create_task(check_save_forever(beat, check_save)))
         if self._prediction is not None:
             check = self._parts.shutdown_controller.check_prediction
             watches.append(asyncio.create_task(check_prediction_forever(self._prediction, check)))

@@ -76,6 +76,13 @@ async def check_prediction_forever(
         check(watch)
 
 
+async def check_save_forever(interval_s: float, check: Callable[[], None]) -> None:
+    """Check every `interval_s` seconds whether the save of an asked stop waits; never ends."""
+    while True:
+        await asyncio.sleep(interval_s)
+        check()
+
+
 def make_refusal_counter(
     event_log: EventLog, is_generation_open: Callable[[], bool], say: Say
 ) -> Refusals:

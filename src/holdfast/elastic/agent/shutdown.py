@@ -13,9 +13,12 @@ import asyncio
 import signal
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from math import inf
 
+from holdfast.checkpoint.save.held_save import MESSAGE_INTERVAL_S
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.final_upload import FinalUpload
+from holdfast.elastic.agent.run_folder_monitor import LAST_NODE_FOLDER_WAIT_S
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.run_controller import RunController
 from holdfast.elastic.event_log import EventLog, Say
@@ -26,8 +29,9 @@ from holdfast.elastic.notices.clouds import TerminationWarning
 from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
 from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.elastic.protocol.notice_messages import EmergencyReply, Notice
-from holdfast.elastic.run_result import EndReason
-from holdfast.events import NoticeReceived, StopRequested
+from holdfast.elastic.run_result import EndReason, unsaved_sentence
+from holdfast.errors import HoldfastError, UserError
+from holdfast.events import NoticeReceived, SaveWaiting, StopRequested
 from holdfast.policy.membership.election import Role
 from holdfast.policy.membership.transitions import NodeStage, Phase
 
@@ -70,6 +74,8 @@ class ShutdownController:
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
         self._deferred_notices = DeferredNotices()
         self._clock = asyncio.get_running_loop().time
+        self._said_at, self._give_up_at = -inf, inf  # of a save that the journal keeps waiting
+        self._has_given_up = False
         self._call_later: Callable[[float, Callable[[], None]], object]
         self._call_later = asyncio.get_running_loop().call_later
         self.is_signal_explained: Callable[[int], bool] = lambda number: False
@@ -106,7 +112,7 @@ class ShutdownController:
         elif self.final_upload.missing_upload:  # only the final upload is still under way
             self.exit_at_once(f"{name}; {self.final_upload.missing_upload}")
         elif self.reason is not None:
-            if number is signal.SIGINT:
+            if number is signal.SIGINT and not self._give_up_save():
                 self.exit_at_once("")
         elif number is signal.SIGTERM and self.is_signal_explained(number):
             return  # the notice source will say how much time is left
@@ -133,6 +139,8 @@ class ShutdownController:
         if reason != signal.SIGINT.name:  # Ctrl-C can be pressed again
             share = END_WITHOUT_STEP_SHARE * (leave_within_s or DEFAULT_GRACE_S)
             self._call_later(share, self.end_without_step)
+            known_s = END_WITHOUT_STEP_SHARE * leave_within_s
+            self._give_up_at = self._clock() + (known_s or LAST_NODE_FOLDER_WAIT_S)
         if self.node_runner.generation:
             self.event_log.emit("agent", StopRequested(reason, step=self._newest_step))
         self.run_controller.stop_waiting(reason)  # acts if no node works
@@ -154,6 +162,49 @@ class ShutdownController:
             return
         is_lossless = self._newest_step <= self.committed_step()
         coordinator.finish(sentence, EndReason.LEFT if is_lossless else EndReason.STOPPED)
+
+    # --- a stop whose save waits ----------------------------------------------------------------
+    def check_save(self) -> None:
+        """Report once a minute that the save of an asked stop waits for the journal, and give it up
+        when this node's time is over. Called again and again.
+
+        A snapshot is handed over once the journal has its steps. So the mover has nothing to say
+        about a save whose run folder takes no write at all."""
+        problem, now = self._save_problem, self._clock()
+        if problem is None:
+            return
+        if now >= self._give_up_at:
+            self._give_up_save()
+        elif now - self._said_at >= MESSAGE_INTERVAL_S:
+            self._said_at, reason, where, remedy = now, str(problem), "", ""
+            if isinstance(problem, UserError):
+                reason, where, remedy = problem.message, problem.where or "", problem.remedy or ""
+            event = SaveWaiting(reason, where, remedy, 0, step=self._newest_step)
+            self.event_log.emit("agent", event)
+
+    def _give_up_save(self) -> bool:
+        """End the run without the save that waits, and name the steps that are lost. Return False
+        if none waits."""
+        problem, coordinator = self._save_problem, self.role_loop.coordinator
+        if problem is None or coordinator is None:
+            return False
+        self._has_given_up = True
+        said = unsaved_sentence(self._newest_step, str(problem), self.committed_step())
+        coordinator.finish(f"{self.reason}; {said}", EndReason.STOPPED)
+        return True
+
+    @property
+    def _save_problem(self) -> HoldfastError | None:
+        """The error of the journal for which the save of an asked stop waits; None if none does.
+
+        The save of the run's last step waits by its own rules (`SnapshotSaver`)."""
+        group = self.node_runner.worker_group
+        if not self.stop_reason or self._has_given_up or group is None:
+            return None
+        if self.role_loop.coordinator is None or self._newest_step >= self.config.train.steps:
+            return None
+        is_saving = any(worker.phase == "save" for worker in group.workers)
+        return self.event_log.problem if is_saving else None
 
     @property
     def _newest_step(self) -> int:

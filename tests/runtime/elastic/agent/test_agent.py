@@ -24,7 +24,7 @@ from holdfast.elastic.agent.run_folder_monitor import FOLDER_GONE_MESSAGE
 from holdfast.elastic.agent.shutdown import ShutdownController
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.elastic.run_result import EndReason, RunResult
-from holdfast.errors import FencedError
+from holdfast.errors import FencedError, RunFolderError
 from holdfast.events import (
     Event,
     GenerationStarted,
@@ -34,6 +34,7 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
     RunStopped,
+    SaveWaiting,
     StepDone,
     StopRequested,
     WorkerLost,
@@ -467,3 +468,61 @@ def test_the_time_until_then(number: signal.Signals, grace_s: float, after_s: fl
     it = _shutdown(grace_s)
     it.controller.on_signal(number)
     assert it.timers == ([] if after_s is None else [after_s])
+
+
+class WaitingStop:
+    """A node that trains alone, whose save of an asked stop waits for a read-only run folder."""
+
+    def __init__(self, number: signal.Signals, grace_s: float = 0.0) -> None:
+        self.it, self.now = _shutdown(grace_s, committed_step=4), 0.0
+        self.finish = Mock()
+        state = SimpleNamespace(nodes=("a",))
+        self.it.role_loop.coordinator = SimpleNamespace(state=state, finish=self.finish)
+        controller: Any = self.it.controller
+        group = self.it.node_runner.worker_group
+        controller._clock = lambda: self.now
+        controller.config.train = SimpleNamespace(steps=100)
+        self.events: Any = controller.event_log
+        self.events.problem = RunFolderError("read-only", where="run", remedy="mount it")
+        self.worker = SimpleNamespace(phase="save")
+        group.workers, group.reached_step = [self.worker], 9
+        controller.on_signal(number)
+        self.events.emit.reset_mock()
+
+    def said_after(self, *seconds: float) -> list[SaveWaiting]:
+        for self.now in seconds:
+            self.it.controller.check_save()
+        return [call.args[1] for call in self.events.emit.call_args_list]
+
+
+def test_a_stop_whose_save_waits_is_reported_and_the_next_interrupt_names_the_loss() -> None:
+    stop = WaitingStop(signal.SIGINT)
+    expected = SaveWaiting("read-only", "run", "mount it", 0, step=9)
+    assert stop.said_after(0.0, 59.0) == [expected]
+    assert stop.said_after(60.0, 100.0, 1000.0) == [expected] * 3
+    assert not stop.finish.called  # Ctrl-C has no deadline
+    stop.it.controller.on_signal(signal.SIGINT)
+    loss = "the state after step 9 could not be saved: run: read-only; mount it; steps 5 to 9 are"
+    stop.finish.assert_called_once_with(f"SIGINT; {loss} lost", EndReason.STOPPED)
+    assert stop.it.exits == []
+    stop.it.controller.on_signal(signal.SIGINT)
+    assert stop.it.exits == [""]
+
+
+@pytest.mark.parametrize(("grace_s", "until_s"), [(0.0, 120.0), (10.0, 8.0)])
+def test_a_stop_whose_save_waits_ends_when_its_time_is_over(grace_s: float, until_s: float) -> None:
+    stop = WaitingStop(signal.SIGHUP, grace_s)
+    stop.said_after(0.0, until_s - 0.1)
+    assert not stop.finish.called
+    stop.said_after(until_s, until_s + 1)
+    assert stop.finish.call_count == 1
+
+
+def test_a_stop_whose_journal_can_be_written_does_not_count_as_waiting() -> None:
+    stop = WaitingStop(signal.SIGINT)
+    stop.worker.phase = "compute"
+    assert stop.said_after(0.0) == []
+    stop.worker.phase, stop.events.problem = "save", None
+    assert stop.said_after(1.0) == []
+    stop.it.controller.on_signal(signal.SIGINT)
+    assert (stop.it.exits, stop.finish.called) == ([""], False)
