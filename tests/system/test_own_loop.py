@@ -3,6 +3,7 @@ run's bits. The examples of the adapters do the same."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,20 @@ from tests.support.followed_run import (
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40
+MENDED = """\
+import holdfast, torch
+samples = [{"x": row} for row in torch.randn(64, 3, generator=torch.Generator().manual_seed(0))]
+run = holdfast.run()
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+run.keep(model, optimizer)
+for step in run.steps(12, batch_size=8, microbatch_size=4):
+    for batch in step.batches(samples, version="1"):
+        if BROKEN:
+            raise ValueError("wrong")
+        step.backward(model(batch["x"]).square().sum(), weight=len(batch["x"]))
+    step.apply()
+"""
 
 
 def validations(folder: Path) -> list[tuple[int, float, int]]:
@@ -199,6 +214,24 @@ def test_an_error_of_the_script_ends_the_run_with_its_line(
     found.refuses_last(words)
     if line:
         found.refuses_last(f"failing.py:{line}")
+
+
+@pytest.mark.slow
+def test_a_mended_script_goes_on_in_the_branch_that_its_refusal_names(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    text = MENDED.replace("BROKEN", "step.number == 9")
+    script.write_text(text)
+    command = ("run", script, *PLAIN, "--set", "checkpoint.every_steps=3")
+    apart(*command, folder=tmp_path, deadline=DEADLINE).refuses_last("in step 9")
+    script.write_text(text.replace("step.number == 9", "False"))
+    refused = apart(*command, folder=tmp_path, deadline=DEADLINE)
+    refused.refuses_last("with the new source in a run of its own: holdfast branch")
+    words = shlex.split(refused.err.strip().rpartition("run of its own: ")[2])
+    made = apart(*words[1:], folder=tmp_path, deadline=DEADLINE).succeeds()
+    assert "after step 6 with task.source=" in made.err + made.out
+    branch = tmp_path / words[-1]
+    apart("train", branch / "run.yaml", folder=tmp_path, deadline=DEADLINE).succeeds()
+    assert holdfast.open_checkpoint(branch).step == 12
 
 
 @pytest.mark.slow

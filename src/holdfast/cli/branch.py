@@ -37,7 +37,8 @@ def branch(
 
     Weights, optimizer state and position in the data are those of the checkpoint, and every byte
     of it is checked. The keys that you name have other values from the next step on, such as the
-    learning rate. Without any, the branch computes what the run computes, bit for bit.
+    learning rate. Without any, the branch computes what the run computes, bit for bit. If the files
+    of a task have changed, the branch takes the new ones, and says so.
 
     The run stays as it is, and may be training. The step needs a checkpoint in the run folder or
     in checkpoint.bucket; 'holdfast checkpoint list RUN' shows those of the folder. The new folder

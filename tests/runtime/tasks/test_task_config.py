@@ -47,6 +47,17 @@ def test_another_source_is_said_in_words() -> None:
         refuse_other_run(stored, _config(source="b", parameters=["w 2x4"]), "run")
 
 
+def test_another_source_alone_names_the_branch_that_goes_on_with_it() -> None:
+    stored = _config(source="a").model_dump(mode="json")
+    command = "holdfast branch run --at 50 --to run-branch"
+    with pytest.raises(RunFolderError) as caught:
+        refuse_other_run(stored, _config(source="b"), "run", command)
+    assert str(caught.value).endswith(f"with the new source in a run of its own: {command}")
+    with pytest.raises(RunFolderError) as caught:
+        refuse_other_run(stored, _config(source="b", parameters=["w 2x4"]), "run", command)
+    assert command not in str(caught.value), "no checkpoint fits other parameters"
+
+
 def test_what_is_worked_out_cannot_be_written() -> None:
     loaded = resolve_config("task: {name: my_task:Net, samples: 3}\n", "run.yaml")
     with pytest.raises(ConfigError, match=r"run\.yaml:1: task\.samples is worked out"):

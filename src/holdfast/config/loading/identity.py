@@ -32,6 +32,9 @@ DATASET_KEYS = (
     "model.weights",
 )
 
+TASK_SOURCE = "task.source"
+"""A branch finds it out from the task's files; it is not typed."""
+
 SCHEDULE_STEPS = "train.schedule.steps"
 """Stands for the schedule's length, wherever it is from. `train.steps` itself decides nothing."""
 
@@ -223,11 +226,17 @@ def refuse_other_run(
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
         return
-    if any(d.key == "task.source" for d in found) and config.task.name == _stored_task(stored):
+    if any(d.key == TASK_SOURCE for d in found) and config.task.name == _stored_task(stored):
+        remedy = f"put the task's files back, or {START_OVER}"
+        if branch_command and all(change_of(d.key) is Change.BRANCH for d in found):
+            remedy = (
+                f"put the task's files back, {START_OVER}, or continue with the new source in a "
+                f"run of its own: {branch_command}"
+            )
         raise RunFolderError(
             f"this run was started with another source of {config.task.label}",
             where=folder,
-            remedy=f"put the task's files back, or {START_OVER}",
+            remedy=remedy,
         )
     if changed := [d.key for d in found if d.key in SOURCE_KEYS]:
         raise RunFolderError(

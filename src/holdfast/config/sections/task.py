@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from holdfast.config.sections.base import InPlace, Section
+from holdfast.config.sections.base import Branch, InPlace, Section
 from holdfast.errors import ConfigError
 
 SCRIPT_TASK = "holdfast.tasks.script:Script"
@@ -23,7 +23,7 @@ class TaskConfig(Section):
     folder: InPlace[str] = ""
     """where the task's module lies, if it is not an installed package; empty: in the run file's
     folder"""
-    source: str = Field("", description="digest of the task's source files (planned)")
+    source: Branch[str] = Field("", description="digest of the task's source files (planned)")
     data: str = Field("", description="version of the task's data (planned)")
     samples: int = Field(0, ge=0, description="samples of the task's data (planned)")
     validation: InPlace[int] = Field(0, ge=0)

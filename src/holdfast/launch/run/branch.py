@@ -21,7 +21,7 @@ from pathlib import Path
 from holdfast.checkpoint.bucket.copy import CopyResult, copy_checkpoint
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.loading.identity import config_hash
+from holdfast.config.loading.identity import TASK_SOURCE, config_hash
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
@@ -168,7 +168,7 @@ def _make_folder(
         str(parent.resolved.get("run_id", "")),
         parent.place if bucket_of_run(parent.folder) else os.path.abspath(parent.folder),
         commit.key,
-        list(overrides),
+        [*overrides, *_other_source(parent, loaded)],
         step=commit.step,
     )
     try:
@@ -194,6 +194,12 @@ def _make_folder(
         shutil.rmtree(part, ignore_errors=True)
         raise
     return Branch(target, loaded, copied, event)
+
+
+def _other_source(parent: Run, loaded: LoadedConfig) -> list[str]:
+    """The digest of a task whose files are no longer the parent's, as a changed key."""
+    source = loaded.config.task.source
+    return [] if source == parent.config.task.source else [f"{TASK_SOURCE}={source}"]
 
 
 def _create_generation(store: RunStore, generation: int, parent: RunStore) -> None:

@@ -21,12 +21,20 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.base import Change
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
+from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.data.stream.dataset_location import resolve_place
 from holdfast.errors import ConfigError
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, read_environment
-from holdfast.launch.run.task_run import PLANNED, PLANNED_KEYS, describe_in
+from holdfast.launch.run.task_run import (
+    CLIP_NORM,
+    GIVEN,
+    PLANNED,
+    PLANNED_KEYS,
+    describe_in,
+    refuse_keys_of_the_script,
+)
 
 PATH_KEYS = (
     "data.folder",
@@ -73,7 +81,15 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
     dumped = _with_absolute_paths(changed)
     where = os.path.abspath(parent.folder)
     text = f"# A branch of {parent.config.name}: holdfast branch {where} --at {step}\n"
-    text += yaml_tree.dump(_without_defaults(dumped))
+    kept = _without_defaults(dumped)
+    if parent.config.task.name == SCRIPT_TASK:
+        refuse_keys_of_the_script(changed, kinds=("command line",))
+        origins = {key: one.get("kind") for key, one in parent.resolved.get("origins", {}).items()}
+        kinds = origins.get(CLIP_NORM), changed.origins[CLIP_NORM].kind
+        is_given = kinds[0] in GIVEN or kinds[1] == "command line"
+        clip_norm = changed.config.train.optimizer.clip_norm if is_given else None
+        kept = _without_keys_of_the_script(kept, clip_norm)
+    text += yaml_tree.dump(kept)
     loaded = resolve_config(text, str(target / "run.yaml"), base=str(target))
     if not loaded.config.task.name:
         return loaded
@@ -204,6 +220,16 @@ def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
         shape = ModelConfig.model_validate({"preset": preset}).model_dump(mode="json")
         model = {"preset": preset, **{k: v for k, v in model.items() if v != shape[k]}}
     return {**kept, "model": model}
+
+
+def _without_keys_of_the_script(kept: dict[str, Any], clip_norm: float | None) -> dict[str, Any]:
+    """Leave out what the script decides, which a start would refuse. clip_norm: one that was given
+    for the run."""
+    train = {k: v for k, v in kept.get("train", {}).items() if k not in ("optimizer", "schedule")}
+    if clip_norm is not None:
+        train["optimizer"] = {"clip_norm": clip_norm}
+    rest = {key: value for key, value in kept.items() if key not in ("model", "data", "train")}
+    return {**rest, "train": train} if train else rest
 
 
 def _changed(value: Any, default: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -17,10 +17,10 @@ from holdfast.tasks.task.ask import BASE_CHECKSUM, OPTIMIZER_KEY, describe_named
 
 PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters", "sharding")
 Say = Callable[[str], None]
-_GIVEN = ("file", "command line")  # kinds of origins
+GIVEN = ("file", "command line")  # kinds of origins
 _BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")
 _OF_THE_DECODER = ("model.", "data.")
-_CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers
+CLIP_NORM = "train.optimizer.clip_norm"  # no option of torch's optimizers
 
 
 def ask_task(loaded: LoadedConfig, say: Say = lambda line: None) -> PlannedValues:
@@ -29,7 +29,7 @@ def ask_task(loaded: LoadedConfig, say: Say = lambda line: None) -> PlannedValue
     ConfigError for a run file that gives them."""
     for key in PLANNED_KEYS:
         origin = loaded.origins[f"task.{key}"]
-        if origin.kind in _GIVEN:
+        if origin.kind in GIVEN:
             raise ConfigError(
                 f"task.{key} is worked out from the task",
                 where=loaded.where(f"task.{key}"),
@@ -48,11 +48,12 @@ def ask_task(loaded: LoadedConfig, say: Say = lambda line: None) -> PlannedValue
     return values
 
 
-def refuse_keys_of_the_script(loaded: LoadedConfig) -> None:
-    """Raises ConfigError for a given key of something that a script has itself."""
-    given = [key for key, origin in loaded.origins.items() if origin.kind in _GIVEN]
+def refuse_keys_of_the_script(loaded: LoadedConfig, kinds: Sequence[str] = GIVEN) -> None:
+    """Raises ConfigError for a given key of something that a script has itself. kinds: of the
+    origins that count as given."""
+    given = [key for key, origin in loaded.origins.items() if origin.kind in kinds]
     for key in given:
-        if key.startswith(_BY_OPTIMIZER) and key != _CLIP_NORM:
+        if key.startswith(_BY_OPTIMIZER) and key != CLIP_NORM:
             raise ConfigError(
                 f"{key} is decided by the script's optimizer",
                 where=loaded.where(key),
@@ -86,7 +87,7 @@ def describe_in(loaded: LoadedConfig, folder: str, say: Say = lambda line: None)
         say(line)
     values = {f"task.{key}": found[key] for key in PLANNED_KEYS}
     for key, value in found["train"].items():
-        if loaded.origins[key].kind not in _GIVEN:  # a given value comes before the script's
+        if loaded.origins[key].kind not in GIVEN:  # a given value comes before the script's
             values[key] = value
     if BASE_CHECKSUM in found:
         values[f"lora.{BASE_CHECKSUM}"] = found[BASE_CHECKSUM]
