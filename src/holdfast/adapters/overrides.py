@@ -45,11 +45,11 @@ def refuse_overridden(
 ) -> Mapping[str, str]:
     """Return what is overridden. Raises TaskError for what the border does not list."""
     found = overridden(made, packages)
-    if others := border.unread(found):
-        verb = "is" if len(others) == 1 else "are"
+    if unlisted := border.unread(found):
+        verb = "is" if len(unlisted) == 1 else "are"
         raise TaskError(
-            f"{', '.join(found[name] for name in others)} {verb} not called by Holdfast, and could "
-            "change the curve",
+            f"{', '.join(found[name] for name in unlisted)} {verb} not called by Holdfast, and "
+            "could change the curve",
             where=where,
             remedy=remedy,
         )

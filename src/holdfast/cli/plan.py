@@ -106,20 +106,25 @@ def plan(
         print_next_plans(request)
         if what_if is not None:
             print_loss(request, what_if)
-        where = ["--cluster", cluster] if cluster else []
-        is_auto = request.loaded.config.layout.mode == "auto"
-
-        def plan_with(override: str) -> str:
-            others = [
-                each for each in asked if each.partition("=")[0] != override.partition("=")[0]
-            ]
-            return shlex.join(["holdfast", "plan", str(run_file), *where, *others, override])
-
-        print_alternatives(request, plan_with)
-        auto = [] if is_auto else ["layout.mode=auto"]
-        print(f"next: {shlex.join(['holdfast', 'train', str(run_file), *asked, *auto])}")
+        _print_next(request, run_file, asked, cluster)
     if svg is not None:
         write_timeline(request, svg)
+
+
+def _print_next(
+    request: PlanRequest, run_file: Path, asked: list[str], cluster: str | None
+) -> None:
+    """Print better layouts of other objectives, and the command that trains the chosen one."""
+    place = ["--cluster", cluster] if cluster else []
+
+    def plan_with(override: str) -> str:
+        key = override.partition("=")[0]
+        rest = [each for each in asked if each.partition("=")[0] != key]
+        return shlex.join(["holdfast", "plan", str(run_file), *place, *rest, override])
+
+    print_alternatives(request, plan_with)
+    auto = [] if request.loaded.config.layout.mode == "auto" else ["layout.mode=auto"]
+    print(f"next: {shlex.join(['holdfast', 'train', str(run_file), *asked, *auto])}")
 
 
 def _compare(

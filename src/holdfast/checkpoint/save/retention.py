@@ -66,18 +66,21 @@ def removable_commits(
 ) -> list[str]:
     """The commit objects that `retain` would remove, newest first.
 
-    coming_step: as if this step had a checkpoint too, but for the newest good one that there is.
-    A checkpoint that was rejected counts for nothing; it stays as evidence for as long as an
-    older one that is kept.
+    coming_step: counts as a step that has a checkpoint, for a save that needs room. The newest good
+    checkpoint then stays. A checkpoint that was rejected counts for nothing. It stays as evidence
+    for as long as an older one that is kept.
     """
     keys = [(position, key) for key in list_commits(store) if (position := parse_commit_key(key))]
     good = {step for (step, _), key in keys if key not in rejected_keys}
-    coming = set() if coming_step is None else {coming_step}
-    gone = set(removable_steps(good | coming, rules.keep_last, rules.keep_every, verified_steps))
-    gone -= coming and {max(good, default=0)}
-    oldest = min(good - gone, default=0)
+    steps = good if coming_step is None else good | {coming_step}
+    removable = set(removable_steps(steps, rules.keep_last, rules.keep_every, verified_steps))
+    if coming_step is not None:
+        removable.discard(max(good, default=0))
+    oldest = min(good - removable, default=0)
     return [
-        key for (step, _), key in keys if step in gone or (key in rejected_keys and step < oldest)
+        key
+        for (step, _), key in keys
+        if step in removable or (key in rejected_keys and step < oldest)
     ]
 
 

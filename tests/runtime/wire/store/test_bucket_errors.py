@@ -9,8 +9,12 @@ from holdfast.wire.store.bucket_errors import translate_error
 
 CLOCK, TOKEN, KEYS = "this machine's clock .*timedatectl", "has expired.*renew it", "refuses these"
 REFUSALS = [
-    ("s3", 403, "<Code>RequestTimeTooSkewed</Code>"
-     "<ServerTime>2013-05-24T01:00:00Z</ServerTime>", CLOCK),
+    (
+        "s3",
+        403,
+        "<Code>RequestTimeTooSkewed</Code><ServerTime>2013-05-24T01:00:00Z</ServerTime>",
+        CLOCK,
+    ),
     ("s3", 403, "<Code>AccessDenied</Code><Message>Signature not yet current: 2026", CLOCK),
     ("s3", 400, "<Code>ExpiredToken</Code>", TOKEN + ".*AWS_SESSION_TOKEN"),
     ("s3", 400, "<Code>TokenRefreshRequired</Code>", TOKEN),
@@ -20,10 +24,14 @@ REFUSALS = [
     ("gs", 401, '{"code":401,"reason":"authError","message":"Invalid Credentials"}', TOKEN),
     ("gs", 403, "<Code>AccessDenied</Code>", KEYS + ".*GOOGLE_APPLICATION_CREDENTIALS"),
     ("az", 403, "<Code>AuthenticationFailed</Code>Request date header too old", CLOCK),
-    ("az", 403, "<Code>AuthenticationFailed</Code>Signature not valid in the specified time frame",
-     TOKEN + ".*AZURE_STORAGE_SAS_TOKEN"),
+    (
+        "az",
+        403,
+        "<Code>AuthenticationFailed</Code>Signature not valid in the specified time frame",
+        TOKEN + ".*AZURE_STORAGE_SAS_TOKEN",
+    ),
     ("az", 403, "<Code>AuthorizationPermissionMismatch</Code>", KEYS + ".*AZURE_STORAGE_ACCOUNT"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("scheme", "status", "body", "words"), REFUSALS)
