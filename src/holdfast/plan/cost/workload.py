@@ -147,6 +147,7 @@ class Workload:
     is_compiled: bool = True  # kernels are fused
     cp_method: str = "allgather"  # a word of `layout.cp_method`
     scatters_each: bool = False  # ZeRO 2: shards sum gradients for each microbatch, not once a step
+    trained: float = 1.0  # share of the parameters that have gradients; the rest is frozen
 
     @cached_property
     def blocks(self) -> tuple[Layer, ...]:
