@@ -38,6 +38,7 @@ from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.devices import load_devices
+from holdfast.plan.hardware.distance import hundredfold_gbit_s
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
 from holdfast.plan.placing.searched import SearchedPlanner
@@ -313,10 +314,13 @@ def wide() -> bool:
         fullest = max(cost.groups[0].memory, key=lambda stage: stage.peak)
         print(f"  fullest rank: {fullest}")
     print("Gbit/s of a node | a block's tp collectives, over nodes against inside | complete pass")
+    size = 4096 * 12_288 * 2
+    limit = hundredfold_gbit_s(NVLINK, Link(20e-6, 1.0), size, 8, 8)
+    print(f"a ring of 8 with {size} bytes is a hundred times dearer up to {limit:.0f} Gbit/s")
     for gbit in (10, 25, 100, 400):
         sent, passes = [], []
         for node in (8, 1):
-            outside = Link(20e-6, gbit / 8 * 1e9 / node)
+            outside = Link(20e-6, gbit / 8 * 1e9 / 8)  # eight devices of a node send at once
             one = NodePool("a", 1024 // node, node, "A100-80", NVLINK, outside)
             evaluator = Evaluator(replace(problem, cluster=Cluster((one,))))
             times = evaluator.layer_times(known, group, 0, 1, "none")

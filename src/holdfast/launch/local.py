@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -41,6 +42,7 @@ from holdfast.launch.run.resume_checks import bring_back_fallback
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.auto.machines import machines_of
+from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.placing.interface import Planner
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.searched import SearchedPlanner
@@ -232,13 +234,17 @@ def resume_command(loaded: LoadedConfig) -> str:
 def planner_of(config: RunConfig) -> Planner:
     """With `layout: auto`, the planner that searches; otherwise the simple one. Every node counts
     as one of the first pool of `plan.cluster`, or as this machine."""
-    if config.layout.mode != "auto":
+    is_given = config.plan.cluster not in ("", HERE)
+    if config.layout.mode != "auto" and not is_given:
         return plan_layout
     machines = machines_of(config, detect_hardware())
+    whole = machines.cluster if is_given else None
+    if config.layout.mode != "auto":
+        return partial(plan_layout, cluster=whole)
     if machines.cores:  # workers share them
         machines = machines.with_workers(config.cluster.places or 1)
     degrees = {axis: getattr(config.layout, axis) for axis in config.layout.fixed}
-    fleet = Fleet(machines.devices, machines.cluster.pools[0])
+    fleet = Fleet(machines.devices, machines.cluster.pools[0], whole)
     return SearchedPlanner(fleet, Limits(**degrees), later=_in_a_thread)
 
 

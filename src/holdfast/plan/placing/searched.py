@@ -256,7 +256,7 @@ class _Trial:
         """Place the run with these degrees, and score its topology if it is new and fits. known:
         placed before; if its layout is the same, its step is, too."""
         try:
-            plan = plan_layout(changed, self.nodes, 1, self.present)
+            plan = plan_layout(changed, self.nodes, 1, self.present, cluster=self.fleet.whole)
         except LayoutError as error:
             self.refused = self.refused or error
             return
