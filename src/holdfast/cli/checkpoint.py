@@ -42,7 +42,7 @@ from holdfast.wire.store.location import open_store, probe_store
 from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.store.run_store import RunStore
 
-app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
+app = make_app("List, show, verify, compare, copy, keep, remove and import checkpoints.")
 
 
 MAX_BOXES_NAMED = 3  # of a tensor, in the table of `show`; --json names them all
@@ -58,7 +58,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
     """
 
     found = open_run(run)
-    rows, described = [], []
+    rows, described, kept = [], [], retention.kept_steps(found.store)
     for key in list_commits(found.store):
         try:
             row = describe_checkpoint(found.store, key)
@@ -68,7 +68,10 @@ def list_(run: RunArgument, json: Json = False) -> None:
             row = {"key": key, "problem": str(error)}
             rows.append(("?", "?", "?", str(error)))
         else:
-            rows.append((row["step"], row["generation"], format_bytes(row["bytes"]), key))
+            row["kept"] = row["step"] in kept
+            mark = " (kept)" if row["kept"] else ""
+            size = format_bytes(row["bytes"])
+            rows.append((f"{row['step']}{mark}", row["generation"], size, key))
         described.append(row)
     if json:
         print_json(described)
@@ -374,6 +377,25 @@ def prune(
         print_table(rows, head=("step", "membership (generation)", "size", "commit object"))
     verb = "would be removed" if dry_run else "removed"
     say(f"{len(gone)} checkpoints {verb}, {len(kept)} kept")
+
+
+@app.command()
+def keep(
+    checkpoint: Annotated[str, typer.Argument(metavar="RUN@STEP", help="the checkpoint")],
+    release: Annotated[
+        bool, typer.Option("--release", help="leave it to the rules of retention again")
+    ] = False,
+) -> None:
+    """Keep one checkpoint, whatever the rules of retention say. The run may be training.
+
+    \b
+    Example:
+      holdfast checkpoint keep runs/quickstart@200
+    """
+    found, run = _named(checkpoint)
+    step = found.commit.step
+    (retention.release_step if release else retention.keep_step)(run.store, step)
+    say(f"step {step} is {'left to checkpoint.keep_last again' if release else 'kept'}")
 
 
 def _row(store: RunStore, key: str) -> tuple[str, ...]:
