@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.config.sections.lora import ALL_LINEAR
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import Init, Parameter, Uniform, Zeros, decoder_parameters
+from holdfast.core.sharding.sharding_table import Sharding, sharding_table
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
@@ -85,3 +86,19 @@ def adapter_init(name: str, shape: tuple[int, ...]) -> Init:
 def lora_parameters(model: ModelConfig, lora: LoraConfig) -> tuple[Parameter, ...]:
     """The rows of all that a run of adapters trains, in the order of the module's."""
     return adapter_rows(adapted_layers(model, lora), lora.rank)
+
+
+def adapter_shardings(model: ModelConfig, lora: LoraConfig) -> dict[str, Sharding]:
+    """How tp and pp cut the adapters: by parameter name, in the order of `lora_parameters`.
+
+    B of a layer whose outputs tp cuts is cut as they are, and A of a layer whose inputs it cuts.
+    The other matrix is complete on each rank. Its gradient is a sum over ranks: each has some
+    outputs, or some inputs. So it counts as used inside a region.
+    """
+    base, found = sharding_table(model), dict[str, Sharding]()
+    for layer in adapted_layers(model, lora):
+        row = base[f"{layer}.weight"]
+        for matrix, dim in ((DOWN, 1), (UP, 0)):
+            cut = (dim, row.tp_units) if row.tp_dim == dim else (None, 1)
+            found[f"{layer}.{matrix}"] = Sharding(*cut, row.positions, per_token=False)
+    return found
