@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.adapters import refuse_bare_stage
 from holdfast.data.read.weight_files import weights_checksum
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.errors import ConfigError
@@ -117,6 +119,35 @@ def test_losses_and_adapters_of_a_layout_are_those_of_one_worker(tmp_path: Path,
     _compare(tmp_path, name, lora__dropout=0.0 if has_parts else 0.3)
 
 
-@pytest.mark.parametrize("block", [0, in_campaign(1)])
-def test_a_stage_may_be_without_adapters(tmp_path: Path, block: int) -> None:
-    _compare(tmp_path, "pp2", lora__targets=[f"layers.{block}.*"])
+@pytest.mark.parametrize("name", ["zbv.pp2", in_campaign("interleaved.pp2")])
+def test_a_stage_may_be_without_adapters_if_its_worker_has_some(tmp_path: Path, name: str) -> None:
+    _compare(tmp_path, name, lora__targets=["layers.3.*", "layers.2.*"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layout__tp": 2, "layout__tp_by": {"attention": 1}}, r"tp_by\.attention 1 cuts .* use 0"),
+        ({"layout__pp": 2, "layout__schedule": "pipedream"}, "work with lora.rank: use .* 1f1b"),
+        ({"layout__cp": 2, "lora__dropout": 0.1}, "lora.dropout 0.1 draws .* use lora.dropout 0"),
+        ({"layout__tp": 3}, "tp 3 does not divide model.heads 4: use 2 or 4"),
+        (
+            {
+                "layout__tp": 2,
+                "train__precision": "fp32",
+                "train__optimizer": {"state_dtype": "8bit"},
+            },
+            "tp 2 of adapters does not work with .* 8bit: use state_dtype bf16",
+        ),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config_of({**ADAPTERS, **changes})
+
+
+def test_a_worker_without_adapters_is_refused() -> None:
+    config = config_of({**ADAPTERS, "lora__targets": ["layers.0.*"]})
+    refuse_bare_stage(config.model, config.lora, (0, 1), "lora.targets")
+    with pytest.raises(ConfigError, match=r"blocks 2, 3, .* use layout\.pp 1, or"):
+        refuse_bare_stage(config.model, config.lora, (2, 3), "lora.targets")

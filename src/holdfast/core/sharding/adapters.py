@@ -7,7 +7,7 @@ A layer has two names: ours (`layers.0.attention.q`) and that of Hugging Face
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,22 @@ def adapter_shardings(model: ModelConfig, lora: LoraConfig) -> dict[str, Shardin
     for layer in adapted_layers(model, lora):
         row = base[f"{layer}.weight"]
         for matrix, dim in ((DOWN, 1), (UP, 0)):
-            cut = (dim, row.tp_units) if row.tp_dim == dim else (None, 1)
-            found[f"{layer}.{matrix}"] = Sharding(*cut, row.positions, per_token=False)
+            is_cut = row.tp_dim == dim
+            units = row.tp_units if is_cut else 1
+            cut = Sharding(dim if is_cut else None, units, row.positions, per_token=False)
+            found[f"{layer}.{matrix}"] = cut
     return found
+
+
+def refuse_bare_stage(
+    model: ModelConfig, lora: LoraConfig, blocks: Collection[int], where: str
+) -> None:
+    """Raises ConfigError for blocks of a worker of a pipeline that have no adapter at all."""
+    sharding = adapter_shardings(model, lora)
+    if not any(row.positions[0] in blocks for row in sharding.values()):
+        raise ConfigError(
+            f"a worker of the pipeline has blocks {', '.join(map(str, sorted(blocks)))}, and "
+            "lora.targets means no layer in them, so it would have nothing to train",
+            where=where,
+            remedy="use layout.pp 1, or name layers of each block, such as q_proj",
+        )

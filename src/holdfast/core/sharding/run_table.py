@@ -133,6 +133,11 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
 
 
+def count_blocks(config: RunConfig) -> int:
+    """The blocks that a pipeline shares out; 0: there are none."""
+    return config.model.layers if config.has_decoder else 0
+
+
 def run_block_costs(config: RunConfig) -> BlockCosts:
     """What a move of blocks between stages costs. A task is one block."""
     if not config.has_decoder:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
-from holdfast.core.sharding.adapters import adapted_layers
+from holdfast.core.sharding.adapters import adapted_layers, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
@@ -79,6 +79,8 @@ class LoraTask(DecoderTask):
         """The rank's part of the decoder, whose parameters are its adapters. Raises ConfigError."""
         config, objective = self._config, super().objective(groups)
         decoder = objective.decoder
+        blocks = decoder.layers.positions
+        refuse_bare_stage(config.model, config.lora, blocks, "lora.targets")
         self._boxes = self.tensor_boxes(decoder, groups)
         here = {
             layer: self._boxes[f"{layer}.weight"].offsets[1]
