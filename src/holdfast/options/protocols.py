@@ -46,6 +46,11 @@ class Checked:
     train: TrainConfig
     cuts: ModuleCuts | None  # of what is trained; None: it is the decoder
 
+    @property
+    def has_decoder(self) -> bool:
+        """Return True if the decoder is trained, or adapters of it."""
+        return self.cuts is None or self.cuts.of_decoder
+
 
 class Keys(Protocol):
     """What a run file may say of an option. Refusals are sentences, "... : use ...", or ""."""

@@ -28,16 +28,13 @@ from holdfast.options.registry import option_keys
 
 @dataclass(frozen=True)
 class ModuleCuts:
-    """How a module that is not the decoder may be cut.
+    """How a module that is not the decoder itself may be cut."""
 
-    trained: the subject of a sentence. parts: name of each parameter that tp cuts -> its parts that
-    stay in one piece. is_known: False before the task was asked. can_have_table: a task may.
-    """
-
-    trained: str
-    parts: Mapping[str, int]
-    is_known: bool
-    can_have_table: bool
+    trained: str  # the subject of a sentence
+    parts: Mapping[str, int]  # name of each parameter that tp cuts -> its parts in one piece
+    is_known: bool  # False before the task was asked
+    can_have_table: bool  # a task may
+    of_decoder: bool = False  # adapters of the decoder, cut as its layers are
 
 
 def find_impossible_degrees(
@@ -74,9 +71,9 @@ def _refusals(
             f"layout.virtual_stages {layout.virtual_stages} has no effect on layout.schedule "
             f"{layout.schedule}: use layout.schedule interleaved, or virtual_stages 0"
         )
-    if cuts is None:
-        yield from _balance_costs(layout, model.layers)
     run = Checked(layout, model, train, cuts)
+    if run.has_decoder:
+        yield from _balance_costs(layout, model.layers)
     for option in option_keys():
         yield option.refuse(run)
     yield from _experts(layout, model, train, cuts)
@@ -85,11 +82,11 @@ def _refusals(
         yield from _shard(key, degrees.dp_shard, shards, train)
         for option in option_keys():
             yield option.refuse_replica(run, key, degrees)
-        if cuts is None:
+        if run.has_decoder:
             yield from _context(key, degrees, layout, model, length)
             yield from _pipeline(key, degrees, layout, model.layers)
             yield from _split_backward(key, degrees, layout, train)
-        else:
+        elif cuts is not None:
             yield from _module(key, degrees, cuts, train)
         yield from _optimizer(key, degrees, layout.ep, train.optimizer)
         yield from _recompute(key, layout, train)

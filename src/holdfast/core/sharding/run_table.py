@@ -4,7 +4,8 @@ The built-in decoder's rows follow from `model`. Those of a task stand in the co
 the launcher has put them (`tasks/child.py` reads them off the module). Everything else asks
 here, so that agent, mover and planner know no model.
 
-A run of adapters (`lora`) trains their rows alone: the base's are none of the state.
+A run of adapters (`lora`) trains their rows alone: the base's are none of the state. tp and pp cut
+those of the decoder as they cut its layers.
 
 A task's rows have no pipeline cut. tp cuts those of its sharding table (`task.sharding`), and
 dp_shard cuts each along dim 0, as FSDP2 does.
@@ -13,9 +14,10 @@ dp_shard cuts each along dim 0, as FSDP2 does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.adapters import adapter_shardings, lora_parameters
 from holdfast.core.sharding.optimizer_state import velocity_rows
 from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
@@ -72,9 +74,12 @@ def sharding_of_text(text: str) -> tuple[str, Sharding]:
     return name, Sharding(dim, units, (), per_token=False)
 
 
-def _task_shardings(config: RunConfig) -> Iterator[Sharding]:
-    """The cut of each row of a task. A row that the table does not name is complete, with its
-    complete gradient, on each rank."""
+def _shardings(config: RunConfig) -> Iterator[Sharding]:
+    """The cut of each row of adapters or a task. A row that the task's table does not name is
+    complete, with its complete gradient, on each rank."""
+    if config.has_decoder:
+        yield from adapter_shardings(config.model, config.lora).values()
+        return
     known = dict(map(sharding_of_text, config.task.sharding))
     complete = Sharding(None, 1, (), per_token=True)
     for row in run_parameters(config):
@@ -100,8 +105,8 @@ def run_parameter_table(config: RunConfig) -> StateTable:
         return parameter_table(config.model, precision, layout.ep, layout.component_degrees)
     dtype = STATE_DTYPE[precision]
     return tuple(
-        TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
-        for p, cut in zip(run_parameters(config), _task_shardings(config), strict=True)
+        TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units, cut.positions)
+        for p, cut in zip(run_parameters(config), _shardings(config), strict=True)
     )
 
 
@@ -120,7 +125,7 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
         sequence, degrees = layout.sequence_parallel, layout.component_degrees
         rows = decoder_rows(config.model, sequence, layout.ep, degrees)
     else:
-        found = run_parameter_table(config), run_parameters(config), _task_shardings(config)
+        found = run_parameter_table(config), run_parameters(config), _shardings(config)
         rows = [
             GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
             for spec, row, cut in zip(*found, strict=True)
@@ -128,9 +133,19 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
 
 
+def count_blocks(config: RunConfig) -> int:
+    """The blocks that a pipeline shares out; 0: there are none."""
+    return config.model.layers if config.has_decoder else 0
+
+
 def run_block_costs(config: RunConfig) -> BlockCosts:
-    """What a move of blocks between stages costs. All but the decoder is
-    one block."""
-    if not config.trains_decoder:
+    """What a move of blocks between stages costs. A task is one block."""
+    if not config.has_decoder:
         return BlockCosts((0.0,), (sum(p.size for p in run_parameters(config)),))
-    return block_costs(config.model, config.data.sequence_length)
+    costs = block_costs(config.model, config.data.sequence_length)
+    if not config.lora.rank:
+        return costs
+    moved = [0] * config.model.layers
+    for spec in run_parameter_table(config):
+        moved[spec.positions[0]] += prod(spec.shape)
+    return BlockCosts(costs.times, tuple(moved), last=(costs.last[0], 0))
