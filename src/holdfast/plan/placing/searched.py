@@ -184,6 +184,8 @@ class SearchedPlanner:
         best = self._best_meshes(config, nodes, costs)
         rest = [mesh for mesh in best if mesh not in first]
         yield from (_with_mesh(config, mesh) for mesh in rest)
+        if workers == self._limits.devices:
+            return  # the run file asks for so many
         for mesh in (*first, *rest):
             each = prod(mesh)
             for used in sorted({workers // each * each, each}):
@@ -197,7 +199,7 @@ class SearchedPlanner:
         workers = _workers(config, nodes)
         asked = (workers, kinds_of(nodes))
         if asked not in self._ranked:
-            meshes = dict.fromkeys(self._searched(config, costs))
+            meshes = dict.fromkeys(self._searched(config, nodes, costs))
             if workers <= _ALL_MESHES or not meshes:
                 meshes |= dict.fromkeys(self._possible(config, workers))
             costed = [
@@ -209,7 +211,9 @@ class SearchedPlanner:
             self._ranked[asked] = tuple(mesh for _, _, mesh in ranked[:_RANKED])
         return self._ranked[asked]
 
-    def _searched(self, config: RunConfig, costs: TopologyCost) -> list[MeshShape]:
+    def _searched(
+        self, config: RunConfig, nodes: Sequence[NodePlaces], costs: TopologyCost
+    ) -> list[MeshShape]:
         fixed = _fixed(config, self._limits)
         limits = replace(
             fixed,
@@ -217,6 +221,7 @@ class SearchedPlanner:
             zero=(config.layout.zero,),
             schedules=(config.layout.schedule,),
             recompute=config.train.recompute_words[:1],
+            devices=fixed.devices if fixed.devices == _workers(config, nodes) else 0,
         )
         try:
             found = search(costs.problem, limits)
@@ -288,6 +293,12 @@ def why_simple(config: RunConfig) -> str:
     """Why the cost model cannot plan this run, with the key; "" if it can."""
     key, why = unmodelled_key(config)
     return f"{key.replace(' ', '=')}: {why}" if key else ""
+
+
+def fixed_limits(config: RunConfig) -> Limits:
+    """What no change of nodes changes: the keys of `layout.fixed`."""
+    values = {key: getattr(config.layout, key) for key in config.layout.fixed}
+    return Limits(devices=values.pop("workers", 0), **values)
 
 
 def _fixed(config: RunConfig, limits: Limits) -> Limits:
