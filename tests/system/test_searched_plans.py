@@ -14,6 +14,7 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted, SettingIgnored
 from holdfast.layout import Topology
+from tests.support.commands import within
 from tests.support.nodes import Nodes, nodes_of
 
 STEPS = 40
@@ -68,3 +69,5 @@ def test_what_is_left_is_laid_out_by_the_search(
         assert _shapes(nodes)[-1] == [(1, 1, 1, 1)], nodes.story()
         assert "layout.mode" not in [event.key for event in nodes.events(SettingIgnored)]
         nodes.assert_same_run(undisturbed, 1e-10)
+        said = within("report", nodes.outside).succeeds().err
+        assert f"generation {before + 1}: 1 x pp 2 after 2 x pp 2; planned" in said
