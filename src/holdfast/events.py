@@ -147,6 +147,21 @@ class NoticeReceived(Event, kind="notice_received"):
     source: str  # SIGTERM, notice
 
 
+class PredictedMove(Event, kind="predicted_move"):
+    """A node's workers move to other nodes, because it is likely to be lost within `seconds`."""
+
+    node: str
+    seconds: float
+    reason: str
+
+
+class PredictionFailed(Event, kind="prediction_failed"):
+    """The time of an alarm is over, and its node is still there; moved: its workers had moved."""
+
+    node: str
+    moved: bool
+
+
 class NoticesUnheard(Event, kind="notices_unheard"):
     """Whoever is asked about the end of this machine does not answer; said once until it does."""
 

@@ -129,6 +129,12 @@ def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -
     say(f"wrote {path}{more}")
     if story.plan is not None:
         say(story.plan.sentence())
+    for morph in story.morphs:
+        say(morph.sentence())
+    moves, false = story.predictions.values()
+    if moves or false:
+        what = format_plural(moves, "planned move"), format_plural(false, "false alarm")
+        say(f"predictions: {', '.join(what)}")
 
 
 def follow_run(

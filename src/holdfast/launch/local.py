@@ -45,9 +45,8 @@ from holdfast.plan.auto.machines import machines_of
 from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.placing.interface import Planner
 from holdfast.plan.placing.planner import plan_layout
-from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.searched import SearchedPlanner, fixed_limits
 from holdfast.plan.placing.topology_cost import Fleet
-from holdfast.plan.search.search import Limits
 from holdfast.report.formatting import format_bytes
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
@@ -243,9 +242,8 @@ def planner_of(config: RunConfig) -> Planner:
         return partial(plan_layout, cluster=whole)
     if machines.cores:  # workers share them
         machines = machines.with_workers(config.cluster.places or 1)
-    degrees = {axis: getattr(config.layout, axis) for axis in config.layout.fixed}
     fleet = Fleet(machines.devices, machines.cluster.pools[0], whole)
-    return SearchedPlanner(fleet, Limits(**degrees), later=_in_a_thread)
+    return SearchedPlanner(fleet, fixed_limits(config), later=_in_a_thread)
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:

@@ -61,8 +61,9 @@ class ClusterConfig(Section):
     """Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated by commas; a KEY
     may end with *"""
     prediction: str = ""
-    """path of what `holdfast predict fit` wrote: while this node is likely to be lost, its part of
-    each snapshot goes to peers; empty: no prediction"""
+    """path of what `holdfast predict fit` wrote: while this node is likely to be lost, its workers
+    move to free places of other nodes, or its part of each snapshot goes to peers; empty: no
+    prediction"""
     left_exit_code: int = Field(0, ge=0, le=255)
     """exit code of a node that is asked to leave before the last step. Some owners of machines
     replace a node only if its code is not 0"""

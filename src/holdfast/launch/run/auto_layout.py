@@ -52,7 +52,8 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
         return _price_of_given(loaded.config, facts.hardware)
     values: dict[str, PlannedValue] = {}
     if not is_given(loaded, "layout.fixed"):
-        fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
+        keys = (*AXES, "workers")
+        fixed = tuple(key for key in keys if is_given(loaded, f"layout.{key}"))
         values["layout.fixed"] = (fixed, "what the run file gives")
     if reason := _why_no_plan(loaded, facts.several):
         workers = format_plural(loaded.config.layout.workers, "worker")
