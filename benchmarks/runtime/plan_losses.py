@@ -5,7 +5,7 @@
 
 `layouts`: the planner that agents ask (`plan/placing/searched.py`) lays out a run, loses a node,
 and lays out what is left. Then every layout of what is left is executed, with equal and with unlike
-replicas, on devices that wait and links that are shaped (`benchmarks/runtime/here/waiting_rank.py`).
+replicas, on devices that wait and on shaped links (`benchmarks/runtime/here/waiting_rank.py`).
 
 `kills`: nodes of real runs with `layout: auto` are killed one after the other, from four to one.
 The loss of each step is compared with that of an undisturbed run.
