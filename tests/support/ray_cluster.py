@@ -103,6 +103,7 @@ def ray_cluster(*machines: str) -> Iterator[RayCluster]:
     folder = tempfile.mkdtemp(prefix="hfray-", dir="/tmp")  # short: names of sockets are limited
     # Ray writes the address into its own folder, which a machine that never ran Ray lacks.
     settings = SETTINGS | {"RAY_TMPDIR": folder}
+    Path(folder, "ray").mkdir()
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     cluster = RayCluster(folder)
