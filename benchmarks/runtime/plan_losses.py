@@ -4,8 +4,8 @@
     python -m benchmarks.runtime.plan_losses kills    12 real kills in runs of 4 nodes: the losses
 
 `layouts`: the planner that agents ask (`plan/placing/searched.py`) lays out a run, loses a node,
-and lays out what is left. Then every layout of what is left is executed, with equal and with unlike
-replicas, on devices that wait and on shaped links (`benchmarks/runtime/here/waiting_rank.py`).
+and lays out what is left. Then every layout of what is left is executed, with equal and with
+unlike replicas. Devices wait and links are shaped (`benchmarks/runtime/here/waiting_rank.py`).
 
 `kills`: nodes of real runs with `layout: auto` are killed one after the other, from four to one.
 The loss of each step is compared with that of an undisturbed run.
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, count, islice, product
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from benchmarks.runtime.here.waiting_ranks import (
@@ -136,7 +136,10 @@ def layouts(given: argparse.Namespace) -> int:
     behind = []
     for loss in islice(losses(), given.losses):
         every = {words(topology): topology for topology in alternatives(loss)}
-        times = {name: measured(loss, topology) for name, topology in every.items()}
+        times = dict.fromkeys(every, inf)
+        for _ in range(given.rounds):
+            for name, topology in every.items():
+                times[name] = min(times[name], measured(loss, topology))
         chosen = words(loss.chosen)
         best = min(times, key=lambda name: times[name])
         behind.append(times[chosen] / times[best] - 1)
@@ -173,6 +176,7 @@ def main(words_given: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("layouts", help="seeded losses on ranks that wait")
     one.add_argument("--losses", type=int, default=LOSSES)
+    one.add_argument("--rounds", type=int, default=1, help="in turn; the least of each counts")
     one.set_defaults(run=layouts)
     other = commands.add_parser("kills", help="real kills of nodes")
     other.add_argument("--runs", type=int, default=4, help="of three kills each")

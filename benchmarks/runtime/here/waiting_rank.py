@@ -43,6 +43,7 @@ class WaitingLayer:
     sums: int
     sum_bytes: float
     gradient_bytes: float
+    bucket_bytes: float  # of the gradients, as all ranks that share them count
     weight_bytes: float
 
 
@@ -261,7 +262,7 @@ class WaitingRank:
         self.device.wait(0.0)
         self.done = dict.fromkeys(range(len(self.layers)), 0)
         self.waited: list[tuple[Engine, str]] = []
-        self.bucket, self.number = 0.0, number
+        self.bucket, self.counted, self.number = 0.0, 0.0, number
         self.exchanges_with = Counter[tuple[int, ...]]()
         for cell in self.schedule.actions[self.at[0]]:
             for action in actions_of(cell):
@@ -349,9 +350,10 @@ class WaitingRank:
         if not is_last:
             return
         self.bucket += layer.gradient_bytes
-        if self.bucket < self.given["bucket_bytes"] and not is_end:
+        self.counted += layer.bucket_bytes
+        if self.counted < self.given["bucket_bytes"] and not is_end:
             return
-        size, self.bucket = self.bucket, 0.0
+        size, self.bucket, self.counted = self.bucket, 0.0, 0.0
         if cut > 1 and not is_cut:
             self._sum(f"{name}/s/{self.shards[0]}", self.shards, size, False)
         for group, share in rings.items():

@@ -196,6 +196,7 @@ def _layer(case: WaitingCase, group: ReplicaChoice, layer: Layer) -> dict[str, f
     times = shapes.of(layer, part, waiting_device(), links)
     sent = sum((times.communication or {}).values()) / 2
     own = layer_parameters(layer, group.tp, 1)
+    most = max(each.tp for each in choice.replicas)
     return {
         "forward": times.forward - sent,
         "inputs": times.inputs - sent,
@@ -203,6 +204,7 @@ def _layer(case: WaitingCase, group: ReplicaChoice, layer: Layer) -> dict[str, f
         "sums": layer.reductions,
         "sum_bytes": tokens * layer.width * workload.item,
         "gradient_bytes": own * state.gradients,
+        "bucket_bytes": layer_parameters(layer, most, 1) * state.gradients,
         "weight_bytes": own * state.weights,
     }
 
