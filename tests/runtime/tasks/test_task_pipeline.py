@@ -75,7 +75,11 @@ def test_pipelines_that_a_task_does_not_have() -> None:
         ),
         (stages, "pp: 3", "layout.pp 3 is more than task.blocks 2; use 2 or less"),
         (stages, "pp: 2, schedule: zbv", "zbv is for the built-in decoder.* use .*schedule 1f1b"),
-        (stages, "pp: 2, tp: 2", "pp 2 of a task does not work with layout.tp 2; use pp 1"),
+        (
+            f"sharding: [w 0 6], {stages}",
+            "pp: 2, tp: 2",
+            "pp 2 of a task does not work with layout.tp 2; use pp 1",
+        ),
         (stages, "pp: 2, stages: [2, 1]", "holds 3 blocks, but task.blocks is 2"),
     ):
         with pytest.raises(ConfigError, match=words):
