@@ -158,7 +158,9 @@ class RunConfig(Section):
             row[0]: int(row[2]) for row in rows if len(row) == 3
         }  # a row of two words has none
         is_script = task.name == SCRIPT_TASK
-        return ModuleCuts(task.label, parts, bool(task.parameters), not is_script)
+        return ModuleCuts(
+            task.label, parts, bool(task.parameters), not is_script, blocks=task.blocks
+        )
 
     @property
     def run_folder(self) -> str:

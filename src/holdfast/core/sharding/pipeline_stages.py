@@ -105,13 +105,13 @@ def times_again(
     )
 
 
-def check_number_of_stages(model: ModelConfig, stages: int) -> None:
+def check_number_of_stages(blocks: int, stages: int) -> None:
     """Raises LayoutError unless each stage can have a block."""
-    if not 1 <= stages <= model.layers:
+    if not 1 <= stages <= blocks:
         raise LayoutError(
-            f"{stages} stages cannot share {model.layers} blocks",
+            f"{stages} stages cannot share {blocks} blocks",
             where="layout.pp",
-            remedy=f"use {model.layers} or less",
+            remedy=f"use {max(1, blocks)} or less",
         )
 
 

@@ -7,13 +7,14 @@ here, so that agent, mover and planner know no model.
 A run of adapters (`lora`) trains their rows alone: the base's are none of the state. tp and pp cut
 those of the decoder as they cut its layers.
 
-A task's rows have no pipeline cut. tp cuts those of its sharding table (`task.sharding`), and
-dp_shard cuts each along dim 0, as FSDP2 does.
+Of a task's rows, tp cuts those of its sharding table (`task.sharding`). pp gives them to stages by
+their positions (`task.positions`). dp_shard cuts each along dim 0, as FSDP2 does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,18 @@ def sharding_of_text(text: str) -> tuple[str, Sharding]:
     return name, Sharding(dim, units, (), per_token=False)
 
 
+def positions_text(name: str, positions: Sequence[int]) -> str:
+    """A row of `task.positions`: "name 3", or "name -1 4" of what both ends use."""
+    return " ".join([name, *map(str, positions)])
+
+
+def positions_of_text(text: str) -> tuple[str, tuple[int, ...]]:
+    """The name and the positions that `positions_text` wrote. Raises ValueError for another
+    text."""
+    name, *positions = text.split(" ")
+    return name, tuple(int(position) for position in positions)
+
+
 def _shardings(config: RunConfig) -> Iterator[Sharding]:
     """The cut of each row of adapters or a task. A row that the task's table does not name is
     complete, with its complete gradient, on each rank."""
@@ -81,9 +94,10 @@ def _shardings(config: RunConfig) -> Iterator[Sharding]:
         yield from adapter_shardings(config.model, config.lora).values()
         return
     known = dict(map(sharding_of_text, config.task.sharding))
+    places = dict(map(positions_of_text, config.task.positions))
     complete = Sharding(None, 1, (), per_token=True)
     for row in run_parameters(config):
-        yield known.get(row.name, complete)
+        yield replace(known.get(row.name, complete), positions=places.get(row.name, ()))
 
 
 def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
@@ -135,17 +149,24 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
 
 def count_blocks(config: RunConfig) -> int:
     """The blocks that a pipeline shares out; 0: there are none."""
-    return config.model.layers if config.has_decoder else 0
+    return config.model.layers if config.has_decoder else config.task.blocks
 
 
 def run_block_costs(config: RunConfig) -> BlockCosts:
-    """What a move of blocks between stages costs. A task is one block."""
-    if not config.has_decoder:
-        return BlockCosts((0.0,), (sum(p.size for p in run_parameters(config)),))
-    costs = block_costs(config.model, config.data.sequence_length)
-    if not config.lora.rank:
-        return costs
-    moved = [0] * config.model.layers
-    for spec in run_parameter_table(config):
-        moved[spec.positions[0]] += prod(spec.shape)
-    return BlockCosts(costs.times, tuple(moved), last=(costs.last[0], 0))
+    """What a move of blocks between stages costs. A task without blocks is one. The time of a
+    task's block is taken as its number of parameters."""
+    trained = run_parameter_table(config)
+    count = count_blocks(config)
+    if not count:
+        return BlockCosts((0.0,), (sum(prod(row.shape) for row in trained),))
+    if config.trains_decoder:
+        return block_costs(config.model, config.data.sequence_length)
+    sizes = dict.fromkeys(range(-1, count + 1), 0)
+    for row in trained:
+        sizes[row.positions[0]] += prod(row.shape)
+    first, *blocks, last = sizes.values()
+    times, end = tuple(map(float, blocks)), float(last)
+    if config.has_decoder:
+        costs = block_costs(config.model, config.data.sequence_length)
+        times, end = costs.times, costs.last[0]
+    return BlockCosts(times, tuple(blocks), (0.0, first), (end, last))

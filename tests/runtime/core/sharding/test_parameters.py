@@ -222,7 +222,7 @@ def model(**changes: object) -> ModelConfig:
 
 
 def balance_stages(shape: ModelConfig, pp: int, length: int) -> tuple[int, ...]:
-    check_number_of_stages(shape, pp)
+    check_number_of_stages(shape.layers, pp)
     return split_stages(block_costs(shape, length), pp)
 
 
