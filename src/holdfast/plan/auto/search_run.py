@@ -19,7 +19,7 @@ from holdfast.plan.auto.objective import is_allowed, rules_of
 from holdfast.plan.auto.plan_cache import PlanCache
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
-from holdfast.plan.cost.run_workload import unmodelled_key, workload_of
+from holdfast.plan.cost.run_workload import adapter_degrees, unmodelled_key, workload_of
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.search.search import Found, Limits, SearchResult, search
 
@@ -75,11 +75,13 @@ def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
         return value if is_given(loaded, f"layout.{key}") else 0
 
     given_words = is_given(loaded, "train.recompute")
+    degrees = {axis: fixed(axis) for axis in AXES} | adapter_degrees(config)
+    zero = (layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3)
     return Limits(
-        **{axis: fixed(axis) for axis in AXES},
+        **degrees,
         ep=fixed("ep"),
         microbatch=named_microbatch(loaded),
-        zero=(layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3),
+        zero=(1,) if config.lora.rank else zero,  # shards hold no part of the base
         schedules=(layout.schedule,) if is_given(loaded, "layout.schedule") else SCHEDULES,
         virtual=fixed("virtual_stages"),
         sequence_parallel=layout.sequence_parallel,

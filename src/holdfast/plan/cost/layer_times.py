@@ -65,11 +65,16 @@ class ShapeTimes:
     item: float  # bytes of an element between kernels
     repeats_all: bool = False
     is_compiled: bool = True
+    trained: float = 1.0  # share of the parameters that have gradients
 
     @staticmethod
     def of_workload(workload: Workload) -> ShapeTimes:
         return ShapeTimes(
-            workload.precision, workload.item, workload.repeats_all, workload.is_compiled
+            workload.precision,
+            workload.item,
+            workload.repeats_all,
+            workload.is_compiled,
+            workload.trained,
         )
 
     def of(self, layer: Layer, part: Part, device: DeviceType, links: GroupLinks) -> PassTimes:
@@ -109,7 +114,9 @@ class ShapeTimes:
         inputs = products + ATTENTION_BACKWARD * attention + 2 * other + sum(sent.values())
         times = 3 if part.recompute == "full" else 2
         communication = {axis: times * s for axis, s in sent.items()}
-        found = PassTimes(forward, inputs, products, again[part.recompute], communication)
+        found = PassTimes(
+            forward, inputs, self.trained * products, again[part.recompute], communication
+        )
         return _with_host(found, layer, part, device)
 
     def _attention_s(self, one: _Device, layer: Layer, part: Part) -> float:

@@ -166,6 +166,7 @@ class Workload:
     is_compiled: bool = True  # kernels are fused
     cp_method: str = "allgather"  # a word of `layout.cp_method`
     scatters_each: bool = False  # ZeRO 2: shards sum gradients for each microbatch, not once a step
+    trained: float = 1.0  # share of the parameters that have gradients; the rest is frozen
 
     @property
     def tp_by(self) -> TpDegrees:

@@ -189,7 +189,8 @@ def _stage(
     model, replica = config.model, topology.replicas[at.replica]
     shape, tp = RankShape.of(config, replica, at, device), replica.degree("tp")
     blocks = blocks_of(config, replica, number)
-    is_last, embeds = is_last_stage(replica, number), number == 0
+    is_last, trains = is_last_stage(replica, number), shape.options.adapters is None
+    embeds = number == 0 and trains
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, (f"layers.{blocks[0]}.",))
@@ -210,7 +211,7 @@ def _stage(
         policy,
         max(1, model.vocab_size),
         max(0, min(held, model.vocab_size - first)) if is_last else 0,
-        held if is_last or embeds else 0,
+        held if (is_last and trains) or embeds else 0,
         embeds,
         model.tied_embeddings,
         tp > 1 and config.layout.sequence_parallel,
@@ -222,6 +223,7 @@ def _stage(
         device,
         shape.moved(policy) if moves else 0,
         shape.stream() if moves and number > 0 and stays else 0,
+        tp > 1,
     )
 
 

@@ -31,7 +31,7 @@ from holdfast.errors import LayoutError
 from holdfast.layout import AXES, MeshShape, Topology
 from holdfast.options.registry import unmodelled_option
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.run_workload import unmodelled_key
+from holdfast.plan.cost.run_workload import adapter_degrees, unmodelled_key
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.replica_shapes import DegreeRules
@@ -341,6 +341,8 @@ def _fixed(config: RunConfig, limits: Limits) -> Limits:
     """Limits, with the degrees that other keys of the run file fix."""
     if len(config.train.recompute_words) > 1:  # a word for each stage
         limits = replace(limits, pp=config.layout.pp)
+    if config.lora.rank:
+        limits = replace(limits, zero=(1,), **adapter_degrees(config))
     if unmodelled_option(config):  # the curve depends on it
         limits = replace(limits, dp_shard=config.layout.dp_shard)
     return limits
