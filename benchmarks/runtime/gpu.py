@@ -35,6 +35,7 @@ ROWS = (
     Row("runs-bf16-compiled", 240, "correct", on_cpu=False, needs="data"),
     Row("runs-keys", 240, "correct", needs="data"),
     Row("runs-own-code", 240, "correct", on_cpu=False),
+    Row("shared-card", 400, "correct", needs="data"),
     Row("start", 60),
     Row("floors", 60),
     Row("capture", 90),
@@ -48,7 +49,7 @@ ROWS = (
 
 def perform(name: str, settings: Settings) -> RowResult:
     """Do a row's work."""
-    from benchmarks.runtime.accelerator import correct, floors, memory, planned, runs, shape
+    from benchmarks.runtime.accelerator import correct, floors, memory, planned, runs, shape, shared
 
     quick = settings.quick
     ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
@@ -65,6 +66,7 @@ def perform(name: str, settings: Settings) -> RowResult:
         "spread-attention": lambda: correct.spread_attention(settings),
         "plan": lambda: planned.planned(settings),
         "1b-memory": lambda: memory.shape_memory(settings),
+        "shared-card": lambda: shared.shared_card(settings),
         "doctor": lambda: runs.doctor(settings),
         "data": lambda: runs.data(settings),
         "train-1b": lambda: runs.train_1b(settings),
