@@ -44,12 +44,22 @@ ROWS = (
     Row("plan", 240),
     Row("1b-memory", 300),
     Row("train-1b", 300, on_cpu=False, needs="data"),
+    Row("peers", 900),
 )
 
 
 def perform(name: str, settings: Settings) -> RowResult:
     """Do a row's work."""
-    from benchmarks.runtime.accelerator import correct, floors, memory, planned, runs, shape, shared
+    from benchmarks.runtime.accelerator import (
+        correct,
+        floors,
+        memory,
+        planned,
+        rivals,
+        runs,
+        shape,
+        shared,
+    )
 
     quick = settings.quick
     ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
@@ -69,6 +79,7 @@ def perform(name: str, settings: Settings) -> RowResult:
         "shared-card": lambda: shared.shared_card(settings),
         "doctor": lambda: runs.doctor(settings),
         "data": lambda: runs.data(settings),
+        "peers": lambda: rivals.peers(settings),
         "train-1b": lambda: runs.train_1b(settings),
         "runs-fp32": lambda: runs.same_bits(settings, "fp32", ways),
         "runs-keys": lambda: runs.with_keys(settings),
