@@ -205,6 +205,26 @@ def gather_parts(
     return work
 
 
+def chosen_attention(q: Tensor, k: Tensor, *, scale: float | None, is_masked: bool) -> str:
+    """Return the name of the kernel that torch takes for attention of such tensors, as
+    `torch.nn.attention.SDPBackend` spells it; "" if torch does not say. is_masked: by a mask, and
+    not causal.
+
+    q: [B, H, S, h]; k: [B, K, S, h], of which v has the shape
+    """
+    from torch.nn.attention import SDPBackend
+
+    choose: Any = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return ""
+    mask = q.new_ones((q.shape[2], q.shape[2]), dtype=torch.bool) if is_masked else None
+    is_grouped = q.shape[1] != k.shape[1]
+    number = choose(q, k, k, mask, 0.0, not is_masked, scale=scale, enable_gqa=is_grouped)
+    return next(
+        (name.lower() for name, e in SDPBackend.__members__.items() if int(e) == number), ""
+    )
+
+
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
