@@ -19,6 +19,7 @@ from benchmarks.runtime.accelerator.shape import (
     shape_changes,
     train_shape,
 )
+from holdfast.config.loading.load import load_config
 
 PACKAGES = {"hf-trainer": ("transformers", "accelerate"), "torchtitan": ("torchtitan",)}
 BAR = 1.05
@@ -79,8 +80,8 @@ def _peer(python: Path, name: str, settings: Settings, changes: list[str]) -> di
     if done is None or done.returncode:
         return {"refused": _last_line(done)}
     taken = json.loads(done.stdout.splitlines()[-1])["step_s"]
-    config = {key: value for key, value in (c.split("=", 1) for c in changes)}
-    tokens = int(config["train.batch_size"]) * int(config.get("data.sequence_length", 4096))
+    config = load_config(RUN_FILE, changes).config
+    tokens = config.train.batch_size * config.data.sequence_length
     return {"tokens_per_second": tokens / statistics.median(taken[skip:]), "step_s": taken}
 
 

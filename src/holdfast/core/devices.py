@@ -77,6 +77,18 @@ class DeviceKind:
         """Return the name of one device of this kind, as torch reads it."""
         return f"{self.name}:{index}" if self.has_index else self.name
 
+    def chunk_tokens(self, vocabulary: int, asked: int | str = "auto") -> int:
+        """Return the tokens whose logits the loss holds at a time. asked: `train.loss_chunk`.
+
+        They do not depend on any layout, because they decide the order of additions in the head's
+        gradient. An accelerator gets a power of two: full tiles of its matrix units, and no odd
+        last chunk.
+        """
+        if isinstance(asked, int):
+            return asked
+        fitting = max(64, self.chunk_elements // vocabulary)
+        return fitting if self.is_host else 1 << (fitting.bit_length() - 1)
+
     @property
     def inside_has_tags(self) -> bool:
         """Return True if messages inside a replica have tags, and end when a peer is lost."""

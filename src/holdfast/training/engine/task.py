@@ -137,7 +137,10 @@ class DecoderTask:
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
             objective = NextTokenObjective(
-                Decoder(config.model), config.train.compile, config.data.chat.weights
+                Decoder(config.model),
+                config.train.compile,
+                config.data.chat.weights,
+                config.train.loss_chunk,
             )
         decoder = objective.decoder
         blocks = replica.blocks(place.pp)
