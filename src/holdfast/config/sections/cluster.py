@@ -105,11 +105,9 @@ class ClusterConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         """Those of several workers on a device."""
         if self.workers_per_device > 1 and self.backend not in ("auto", "gloo"):
-            library = "NCCL" if self.backend == "nccl" else "XCCL"
             yield (
-                f"cluster.backend {self.backend}: {library} refuses two ranks on one device, and "
-                f"cluster.workers_per_device is {self.workers_per_device}: use backend: gloo, or "
-                "workers_per_device: 1"
+                f"backend {self.backend} refuses two ranks on one device, and workers_per_device "
+                f"is {self.workers_per_device}: use backend: gloo, or workers_per_device: 1"
             )
 
     @property
