@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from holdfast.cli.join import _own
 from holdfast.config.loading.load import load_config
 from holdfast.core.devices import DEVICES, run_device_kind
 from holdfast.core.transports import NodeLinks
 from holdfast.elastic.node.process_manager import DevicePlaces
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.node.devices import default_places, refuse_devices
 from holdfast.launch.run.auto_layout import by_microbatch_size
 from holdfast.machine.accelerators import Accelerator
@@ -97,3 +98,9 @@ def test_two_workers_on_a_card_exchange_over_gloo(tmp_path: Path) -> None:
     alone = loaded(tmp_path, "cluster.backend=gloo").config
     assert run_device_kind(alone).is_staged
     assert run_device_kind(loaded(tmp_path, "device=cpu").config) == DEVICES["cpu"]
+
+
+def test_a_node_that_joins_cannot_exchange_in_another_way() -> None:
+    assert _own(["cluster.places=2"])
+    with pytest.raises(RunFolderError, match="workers_per_device belongs to the run"):
+        _own(["cluster.workers_per_device=2"])

@@ -81,11 +81,11 @@ class ClusterConfig(Section):
     places: int = Field(0, ge=0)
     """workers that fit on this node; 0: all workers of the run"""
     workers_per_device: int = Field(1, ge=1, le=64)
-    """workers that share one device and its memory; more than 1: they exchange data over gloo,
-    through locked host memory (docs/guide/accelerators.md)"""
+    """workers that share one device and its memory, alike on all nodes; more than 1: they exchange
+    data over gloo, through locked host memory (docs/guide/accelerators.md)"""
     backend: Literal["auto", "nccl", "xccl", "gloo"] = "auto"
-    """library of exchanges between workers; auto: the device's own, or gloo with several workers
-    on a device; gloo: through the host's memory. nccl is RCCL on AMD"""
+    """library of exchanges between workers, alike on all nodes; auto: the device's own, or gloo
+    with several workers on a device; gloo: through the host's memory. nccl is RCCL on AMD"""
     min_nodes: int = Field(1, ge=1, description="with fewer nodes training stops")
     below_minimum: Literal["wait", "leave"] = "wait"
     """what to do with fewer than min_nodes: wait for more nodes, or save and leave (exit code 3)"""
