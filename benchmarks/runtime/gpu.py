@@ -35,7 +35,7 @@ ROWS = (
     Row("runs-bf16-compiled", 240, "correct", on_cpu=False, needs="data"),
     Row("runs-keys", 240, "correct", needs="data"),
     Row("runs-own-code", 240, "correct", on_cpu=False),
-    Row("shared-card", 400, "correct", needs="data"),
+    Row("shared-card", 400, needs="data"),
     Row("start", 60),
     Row("floors", 60),
     Row("capture", 90),

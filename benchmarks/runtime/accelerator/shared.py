@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,11 @@ def shared_card(settings: Settings) -> RowResult:
     make, _ = float64_run(two, "layout.workers=1")
     alone = settings.scratch / "shared-alone"
     disturbed(make, alone, "alone", 0, LIMIT_S)
-    jobs = {}
-    with ThreadPoolExecutor(1 if settings.quick else 3) as pool:
-        for name in LAYOUTS:
-            # A standby has nothing to do with the layout: one is enough to see that it runs.
-            for way in WAYS if name == "tp 2" or not settings.quick else ["killed"]:
-                jobs[name, way] = pool.submit(_compared, two, name, way, alone)
-    figures: dict[str, Any] = {f"{n}, {w}": job.result() for (n, w), job in jobs.items()}
+    figures: dict[str, Any] = {}
+    for name in LAYOUTS:
+        # A standby has nothing to do with the layout: one is enough to see that it runs.
+        for way in WAYS if name == "tp 2" or not settings.quick else ["killed"]:
+            figures[f"{name}, {way}"] = _compared(two, name, way, alone)
     passed = all(not each["differs"] for each in figures.values())
     where = "" if settings.device != "cpu" else "no card: on the CPU. "
     sentences = [_sentence(name, figures) for name in LAYOUTS]
