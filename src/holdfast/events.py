@@ -293,6 +293,13 @@ class AttentionChosen(Event, kind="attention_chosen"):
     reason: str
 
 
+class AttentionKernel(Event, kind="attention_kernel"):
+    """The kernel that computes full attention in a generation. Written by rank 0."""
+
+    kernel: str  # of torch.nn.attention.SDPBackend: flash_attention, cudnn_attention, math, ...
+    device: str  # type of the device
+
+
 class FaultInjected(Event, kind="fault_injected"):
     """A fault that was ordered is about to happen. Written before it is brought about."""
 

@@ -60,6 +60,11 @@ VARIANTS = (
 
 
 def shape_config(settings: Settings, variant: Variant) -> RunConfig:
+    return load_config(RUN_FILE, shape_changes(settings, variant)).config
+
+
+def shape_changes(settings: Settings, variant: Variant) -> list[str]:
+    """Return the changes of the run file that make a variant."""
     changes = [
         f"train.microbatch_size={variant.microbatch}",
         f"train.precision={variant.precision}",
@@ -71,7 +76,7 @@ def shape_config(settings: Settings, variant: Variant) -> RunConfig:
     if settings.quick:
         changes += ["model.preset=tiny", "model.vocab_size=512", "data.sequence_length=64"]
         changes += ["train.compile=false"]
-    return load_config(RUN_FILE, changes).config
+    return changes
 
 
 def train_shape(settings: Settings, variant: Variant) -> RowResult:

@@ -158,11 +158,16 @@ def _with_data(
     return loaded, dataset_version_in(folder, dataset)
 
 
+OF_ALL_NODES = ("cluster.workers_per_device", "cluster.backend")
+"""Keys of `cluster` that decide by which library ranks of different nodes meet."""
+
+
 def _own(overrides: list[str]) -> list[str]:
     """Raises RunFolderError for a setting of the entire run: all nodes have to agree on it."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith("cluster.") and key not in (
+        is_own = key.startswith("cluster.") and key not in OF_ALL_NODES
+        if not is_own and key not in (
             "device",
             "data.cache",
             "data.cache_gb",
@@ -176,6 +181,6 @@ def _own(overrides: list[str]) -> list[str]:
             raise RunFolderError(
                 f"{key} belongs to the run, and cannot differ for one node",
                 where=override,
-                remedy="give cluster.* or device here, and the rest to holdfast train",
+                remedy="give this key to holdfast train, and only keys of this node here",
             )
     return overrides

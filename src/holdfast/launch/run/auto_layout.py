@@ -189,6 +189,7 @@ def by_microbatch_size(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
     limit = loaded.config.train.memory.limit
     if not limit and loaded.config.device not in ("cpu", "auto"):
         limit = min((each.memory_bytes for each in facts.hardware.accelerators), default=0)
+        limit //= config.cluster.workers_per_device
     if not limit:
         raise ConfigError(
             f"{KEY} auto needs a limit, and the device {loaded.config.device} has none that is "

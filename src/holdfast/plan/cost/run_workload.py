@@ -14,7 +14,7 @@ from holdfast.plan.cost.blocks import FeedForward, Heads, KeptByRuntime, block, 
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 from holdfast.plan.memory.activations import device_kind
 from holdfast.plan.memory.block_parts import GATE_UP, QUERY_KEY_VALUE, BlockOptions
-from holdfast.plan.memory.pass_memory import CHUNK_ELEMENTS
+from holdfast.plan.memory.pass_memory import loss_chunk
 
 _PEAK_OF = {"fp16": "bf16", "float64": "fp32"}
 """Precisions that tables of devices have no peak of, and the one that comes nearest."""
@@ -50,7 +50,7 @@ def workload_of(config: RunConfig) -> Workload:
         state,
         model.vocab_size,
         model.tied_embeddings,
-        CHUNK_ELEMENTS[device],
+        loss_chunk(config, device) * max(1, model.vocab_size),
         config.layout.reduction == "tree",
         device != "cpu",
         is_compiled=config.train.compile,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from holdfast.events import (
     AttentionChosen,
+    AttentionKernel,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSkipped,
@@ -80,6 +81,7 @@ class RunProgress:
     _ignored_settings: set[str] = field(default_factory=set)
     _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
+    _kernel: str = ""  # of full attention
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
@@ -178,6 +180,11 @@ class RunProgress:
                     return None  # every generation reports it
                 text = f"documents are kept apart by {event.way}: {event.reason}"
                 return ProgressLine(elapsed, text)
+            case AttentionKernel():
+                last_kernel, self._kernel = self._kernel, event.kernel
+                if last_kernel == event.kernel:
+                    return None
+                return ProgressLine(elapsed, f"attention: {event.kernel} on {event.device}")
             case RunBranched():
                 return ProgressLine(elapsed, notice_text(event))
             case RunFinished():

@@ -145,7 +145,10 @@ class DecoderTask:
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
             objective = self.objective_class(
-                Decoder(config.model), config.train.compile, config.data.chat.weights
+                Decoder(config.model),
+                config.train.compile,
+                config.data.chat.weights,
+                config.train.loss_chunk,
             )
         decoder = objective.decoder
         blocks = replica.blocks(place.pp)
