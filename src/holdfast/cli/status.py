@@ -40,7 +40,7 @@ def status(run: RunArgument, json: Json = False) -> int:
     warnings = owner.warnings(job) if isinstance(owner, WarningOwner) else []
     is_live = any(each.is_live for each in nodes)
     try:
-        progress, line = _read_progress(open_run(folder), run, is_live)
+        progress, line = _read_progress(open_run(folder), run, is_live, job.released)
     except HoldfastError as error:
         progress, line = None, f"the run itself cannot be read: {error}"
     if json:
@@ -59,8 +59,12 @@ def status(run: RunArgument, json: Json = False) -> int:
     return 0 if is_live else 1
 
 
-def _read_progress(run: Run, argument: Path, is_live: bool) -> tuple[RunProgress, str]:
-    """Return how far a run is, and a line that says so. Raises HoldfastError."""
+def _read_progress(
+    run: Run, argument: Path, is_live: bool, is_released: bool
+) -> tuple[RunProgress, str]:
+    """Return how far a run is, and a line that says so. Raises HoldfastError.
+
+    is_released: 'holdfast down' has ended its job."""
     progress, committed_at = RunProgress(run.config.train.steps), 0.0
     for record in read_journal(run.store):
         progress.observe(record)
@@ -68,6 +72,7 @@ def _read_progress(run: Run, argument: Path, is_live: bool) -> tuple[RunProgress
             committed_at = record.time
     now = progress
     now.state = state = now.state if is_live or now.is_over else "interrupted"
+    state += " by the user (holdfast down)" if is_released and state == "stopped" else ""
     parts = [f"{state} at step {now.step:,} of {now.total_steps:,}", f"loss {now.loss:.4f}"]
     if is_live:
         parts += [f"{format_si(now.tokens_per_second)} {now.unit}/s"]

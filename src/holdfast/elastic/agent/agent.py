@@ -276,6 +276,10 @@ class NodeAgent:
                 self._loop.add_signal_handler(
                     number, self._parts.shutdown_controller.on_signal, number
                 )
+        with suppress(ValueError, RuntimeError):
+            agent = f"the agent of {self._context.node} (process {os.getpid()})"
+            said = f"{agent} was stopped; it works again"
+            self._loop.add_signal_handler(signal.SIGCONT, self._say, said)
         self._answers_signals.set()
 
     def _pass_on_signal(self, number: signal.Signals) -> None:

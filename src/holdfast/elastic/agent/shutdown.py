@@ -92,8 +92,10 @@ class ShutdownController:
     def is_last_node(self) -> bool:
         """Return True if no other node takes part, so that leaving stops the run."""
         coordinator = self.role_loop.coordinator
-        if coordinator is not None and len(coordinator.state.nodes) == 1:
-            return True
+        if coordinator is not None:
+            return len(coordinator.state.nodes) == 1
+        if self.role_loop.state.role is Role.FOLLOWER:  # a spare knows no other node's address
+            return False
         return len(self.role_loop.agent_addresses) <= 1
 
     @property
@@ -133,7 +135,9 @@ class ShutdownController:
             return
         self.reason = reason
         if not (self.is_last_node or self._is_whole_run_leaving):
-            self.say(f"{reason}: the run continues without {self.node}")
+            self.say(
+                f"{reason}: {self.node} leaves; the other nodes continue, or save if all leave"
+            )
             self.role_loop.leave_within_s = leave_within_s or DEFAULT_LEAVE_TIMEOUT_S
             self.node_runner.state_changed.set()
             return

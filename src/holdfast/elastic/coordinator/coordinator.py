@@ -387,6 +387,7 @@ class Coordinator:
             await self._wakeup.wait()
 
     async def _open_generation(self, generation: int, node_names: frozenset[str]) -> None:
+        is_last = transitions.are_all_leaving(self.state, node_names)
         try:
             made = await self._create_generation(
                 self.state, generation, node_names, self.node_reports
@@ -412,7 +413,13 @@ class Coordinator:
             used = node_names if taken is None else frozenset(taken)
             self._set_state(
                 transitions.generation_created(
-                    self.state, generation, used, self._now, self._rules, taken
+                    self.state,
+                    generation,
+                    used,
+                    self._now,
+                    self._rules,
+                    taken,
+                    is_saving_last=is_last,
                 )
             )
 

@@ -66,9 +66,11 @@ def next_deadline(state: CoordinatorState, rules: MembershipRules, now: float) -
 
 
 def are_all_leaving(state: CoordinatorState, names: frozenset[str]) -> bool:
-    """Return True if all nodes will be lost, with these: what they hold is to be saved."""
-    there = {node.name for node in state.nodes}
-    return bool(names & there) and all(node.leaving_at < inf for node in state.nodes)
+    """Return True if all of these nodes that are left will be lost: they are to save the state.
+
+    A node that stays and is not one of them, such as a spare, holds no state."""
+    left = [node for node in state.nodes if node.name in names]
+    return bool(left) and all(node.leaving_at < inf for node in left)
 
 
 def awaited_members(state: CoordinatorState) -> tuple[str, ...]:
