@@ -109,6 +109,7 @@ def start(
                 begun.loaded,
                 observers=views.observers,
                 render_metrics=views.render_metrics,
+                seen_progress=views.seen_progress,
                 say=views.say,
                 say_last=views.say_last,
                 dataset_version=version,

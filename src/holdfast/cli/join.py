@@ -112,6 +112,7 @@ def join(
             loaded,
             observers=views.observers,
             render_metrics=views.render_metrics,
+            seen_progress=views.seen_progress,
             say=views.say,
             say_last=views.say_last,
             dataset_version=version,

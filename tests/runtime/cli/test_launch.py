@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -266,9 +267,15 @@ def test_a_run_that_another_trainer_has_is_not_launched(launched: Launched) -> N
 
 
 def test_a_run_that_was_never_launched(trained: Trained, tmp_path: Path) -> None:
-    for command in ("status", "logs", "down"):
+    for command in ("logs", "down"):
         within(command, trained.folder).refuses("no launch of this run", "holdfast launch")
+    for command in ("status", "logs", "down"):
         within(command, tmp_path).refuses("there is no run here")
+    copied = shutil.copytree(trained.folder, tmp_path / "copied")
+    for folder in (trained.folder, copied):  # nodes and progress are in the journal
+        shown = within("status", folder)
+        assert shown.code == 1
+        assert "finished at step" in shown.out
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
