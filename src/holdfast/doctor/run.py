@@ -206,7 +206,8 @@ def missing_node_checks(
 ) -> list[Check]:
     """Return a check for workers that are missing, and one for each node without a place.
 
-    Spares are those that the coordinator's node names. place: the run, as a word of a command line. losses: when and why, by node."""
+    place: the run, as a word of a command line. losses: when and why, by node. Spares are those
+    that the coordinator's node names."""
     wanted = 0 if config is None else config.layout.workers
     there = wanted if topology is None else topology.world_size
     spares = {name for one in answers.values() if one.check for name in one.check.spares}
