@@ -154,8 +154,9 @@ def _read_progress(
         return now, line
     places = (o["place"] for o in run.resolved["origins"].values() if o["kind"] == "file")
     file = str(argument) if argument.is_file() else next(places, "RUN_FILE").partition(":")[0]
-    command = "launch" if is_launched else "train"
-    again = shlex.join(["holdfast", command, file, *run.resolved.get("overrides", ())])
+    words = run.resolved.get("overrides", ())
+    by_launch = is_launched or any(word.startswith("launch.on=") for word in words)
+    again = shlex.join(["holdfast", "launch" if by_launch else "train", file, *words])
     return now, f"{line}; continue with: {again}"
 
 
