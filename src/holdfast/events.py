@@ -434,6 +434,12 @@ class PeerFailed(Event, kind="peer_failed"):
     reason: str
 
 
+class SparesChanged(Event, kind="spares_changed"):
+    """The coordinator has other spares than before."""
+
+    nodes: list[str]  # that have joined and have no place in the generation
+
+
 class StepPredicted(Event, kind="step_predicted"):
     """A generation's plan, written when the generation starts."""
 

@@ -21,6 +21,7 @@ from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import RunFolderError
 from holdfast.launch import local
+from holdfast.launch.node.addresses import refuse_foreign_address
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.node_place import MACHINE_KEYS, by_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
@@ -101,6 +102,7 @@ def join(
     if _is_finished(folder, loaded):
         return 0
     refuse_unfit_machine(loaded, machine)
+    refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
     loaded, version = _with_data(loaded, stored, folder)
     with (
@@ -112,6 +114,7 @@ def join(
             loaded,
             observers=views.observers,
             render_metrics=views.render_metrics,
+            seen_progress=views.seen_progress,
             say=views.say,
             say_last=views.say_last,
             dataset_version=version,

@@ -63,6 +63,8 @@ def _node_check(name: str, answer: AgentAnswer, record: GenerationRecord | None)
             if answer.check is None:
                 found = f"{has}{took}; its version cannot check its memory and links"
                 return Check(title, "weak", found, where=where)
+            health = answer.check.health
+            where += f", /healthz at {health}" if health else ""
             return Check(title, "good", f"{has}, {answer.check.state}{took}", where=where)
         case HolderReply.REFUSED:
             found = f"{has}; its agent has ended, and the run continues without it"

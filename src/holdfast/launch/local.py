@@ -62,6 +62,7 @@ def train_locally(
     dataset_version: str,
     observers: Sequence[Observer] = (),
     render_metrics: Callable[[], bytes] = lambda: b"",
+    seen_progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     say: Say = print,
     say_last: Say | None = None,
     entry: str = DEFAULT_ENTRY,
@@ -73,7 +74,8 @@ def train_locally(
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see each record of the journal as it is written. `render_metrics` answers
-    `/metrics`, `say` prints one line, `say_last` the result. `fresh`: begin, whatever a bucket or
+    `/metrics`. `seen_progress` tells `/healthz` the newest step and the newest committed step.
+    `say` prints one line, `say_last` the result. `fresh`: begin, whatever a bucket or
     peers hold. `resume`: the command that resumes the run. `watch`: of the folder's holder. Raises
     UserError and CannotGoOnError.
     """
@@ -111,7 +113,7 @@ def train_locally(
         before_joining=before_joining,
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
-    views["say_last"] = say_last
+    views |= {"say_last": say_last, "seen_progress": seen_progress}
     if config.cluster.node:
         say(
             f"node {node} listens on {address.host} (device {address.device}): {address.reason}; "

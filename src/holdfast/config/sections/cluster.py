@@ -77,7 +77,7 @@ class ClusterConfig(Section):
     standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """idle processes that replace a lost worker at once; each costs memory; auto: 1 with several
     workers or on a device"""
-    node: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    node: str = Field("", pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
     """this node's name, unique in the run; empty: the machine's name"""
     places: int = Field(0, ge=0)
     """workers that fit on this node; 0: all workers of the run"""
