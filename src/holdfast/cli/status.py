@@ -32,7 +32,6 @@ def status(run: RunArgument, json: Json = False) -> int:
     Example:
       holdfast status runs/my-run
     """
-
     folder = folder_with_job(run)
     job = OwnedJob.read(folder)
     owner = open_owner(job.owner)
