@@ -36,7 +36,6 @@ def down(
     Example:
       holdfast down runs/my-run
     """
-
     folder = folder_with_job(run)
     job = OwnedJob.read(folder)
     owner = open_owner(job.owner)

@@ -140,7 +140,6 @@ def _with_data(
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-
     before, modules = loaded, loaded.config.task.folder
     loaded = loaded.with_values(describe_named_in(loaded, modules))
     if loaded.config.task.name:

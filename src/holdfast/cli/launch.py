@@ -181,7 +181,6 @@ def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
 
 
 def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
-
     config = loaded.config
     cluster, checkpoint = config.cluster, config.checkpoint
     values = (cluster.interface, cluster.gloo_interface, checkpoint.peer_interface)
@@ -200,7 +199,6 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
 
 def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
-
     if not (folder / JOB_FILE).exists():
         return None
     job = OwnedJob.read(folder)

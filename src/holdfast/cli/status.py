@@ -49,7 +49,6 @@ def status(run: RunArgument, json: Json = False) -> int:
     Example:
       holdfast status runs/my-run
     """
-
     folder = folder_with_job(run)
     job = OwnedJob.read(folder) if (folder / JOB_FILE).exists() else None
     nodes: list[NodeStatus] = []

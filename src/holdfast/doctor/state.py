@@ -46,7 +46,6 @@ STALLED_AFTER_TIMEOUTS = 2
 """Without a step for so many `cluster.progress_seconds`, a run that trains is stalled: as
 `/healthz` has it."""
 
-
 ENDED_STATES = ("finished", "stopped", "failed")
 MAX_NAMED_RANKS = 8
 MAX_OPENED = 5  # Newest checkpoints whose commit object and heads are read

@@ -84,7 +84,6 @@ class Formatting(Protocol):
     """The functions of `report.formatting` that lines of a cost need."""
 
     def format_bytes(self, value: float) -> str: ...
-
     def format_plural(self, count: int, noun: str) -> str: ...
 
 

@@ -195,7 +195,6 @@ MODELS: Mapping[str, Callable[[], Said]] = {
     )
 }
 
-
 CLAIMS_FILE = Path(__file__).with_name("claims.csv")
 
 
