@@ -78,7 +78,6 @@ def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
     degrees = {axis: fixed(axis) for axis in AXES} | adapter_degrees(config)
     zero = (layout.zero_in_memory,) if is_given(loaded, "layout.zero") else (1, 2, 3)
     return Limits(
-        **degrees,
         ep=fixed("ep"),
         microbatch=named_microbatch(loaded),
         zero=(1,) if config.lora.rank else zero,  # shards hold no part of the base
@@ -87,7 +86,7 @@ def limits_of(loaded: LoadedConfig, *, has_host: bool = False) -> Limits:
         sequence_parallel=layout.sequence_parallel,
         recompute=(train.recompute_words[0],) if given_words else ("none", "selective", "full"),
         offloads=_offloads(loaded, has_host),
-    )
+    ).with_degrees(degrees)
 
 
 def _offloads(loaded: LoadedConfig, has_host: bool) -> tuple[frozenset[str], ...]:
