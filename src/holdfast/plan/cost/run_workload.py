@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE
@@ -25,7 +27,9 @@ def workload_of(config: RunConfig) -> Workload:
     norms = 2 * max(4, item) / item if device == "cpu" else 1.0
     kept = KeptByRuntime(norms, holds_inputs=True, is_compiled=config.train.compile)
     layers = [embedding(model.dim, model.vocab_rows)]
-    layers += [_block(model, number, kept) for number in range(model.layers)]
+    degrees = config.layout.tp_by
+    tp_by = (degrees.attention, degrees.ffn) if degrees.degrees else ()
+    layers += [replace(_block(model, number, kept), tp_by=tp_by) for number in range(model.layers)]
     layers.append(head(model.dim, model.vocab_rows, kept))
     state = StateBytes(item, state_item, (3 if is_mixed else 2) * state_item)
     return Workload(
