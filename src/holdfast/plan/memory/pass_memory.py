@@ -264,8 +264,8 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
     adapters = shape.options.adapters
     weight = shape.item * shape.inner * (adapters.rank if adapters else shape.model.dim)
     gathered = stage.ffn_input if stage.is_cut else 0
-    if adapters and any("ffn.down" in names for names in adapters.blocks):
-        return 3 * inner + weight  # two gradients of the product, and their sum
+    if adapters:  # two gradients of the product, and their sum; or it is not kept, so not dropped
+        return 3 * inner + weight
     return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
 
 
