@@ -220,9 +220,8 @@ def chosen_attention(q: Tensor, k: Tensor, *, scale: float | None, is_masked: bo
     mask = q.new_ones((q.shape[2], q.shape[2]), dtype=torch.bool) if is_masked else None
     is_grouped = q.shape[1] != k.shape[1]
     number = choose(q, k, k, mask, 0.0, not is_masked, scale=scale, enable_gqa=is_grouped)
-    return next(
-        (name.lower() for name, e in SDPBackend.__members__.items() if int(e) == number), ""
-    )
+    members: Any = SDPBackend.__members__
+    return {each.value: name.lower() for name, each in members.items()}.get(number, "")
 
 
 def cpu_attention(
