@@ -221,7 +221,8 @@ def chosen_attention(q: Tensor, k: Tensor, *, scale: float | None, is_masked: bo
     is_grouped = q.shape[1] != k.shape[1]
     number = choose(q, k, k, mask, 0.0, not is_masked, scale=scale, enable_gqa=is_grouped)
     members: Any = SDPBackend.__members__
-    return {each.value: name.lower() for name, each in members.items()}.get(number, "")
+    names: dict[int, str] = {each.value: name.lower() for name, each in members.items()}
+    return names.get(number, "")
 
 
 def cpu_attention(
