@@ -418,17 +418,6 @@ def _cached_functions() -> Iterator[Any]:
                     yield function
 
 
-def count_mesh_cache_entries() -> int:
-    """Entries of the caches that `forget_meshes` clears, but for C++'s, which does not tell."""
-    from torch.distributed.tensor import DTensor, _redistribute
-
-    dispatcher: Any = DTensor
-    propagated = dispatcher._op_dispatcher.sharding_propagator.propagate_op_sharding
-    planners: Any = getattr(_redistribute, "_planner_cache", {})
-    held = [int(f.cache_info().currsize) for f in (propagated, *_cached_functions())]
-    return len(planners) + sum(held)
-
-
 @dataclass(frozen=True)
 class ShardedParameter:
     """One parameter in the flat output of FSDP2's reduce-scatter.
