@@ -19,6 +19,7 @@ from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import newest_term
 from tests.support.commands import apart, start, within, write_run_file
 from tests.support.journal_reader import Journal
+from tests.support.processes import children_of
 from tests.support.ranks import DEADLINE_S, wait_until
 
 E = TypeVar("E", bound=Event)
@@ -106,7 +107,13 @@ class Nodes:
         self._hear(name, agent)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.agents[name].pid, number)
+        """A node that is stopped is stopped with its mover, which would continue the agent."""
+        pids = [self.agents[name].pid]
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            movers = [p.pid for p in children_of(pids[0], "holdfast.checkpoint.mover.main")]
+            pids = [*movers, *pids] if number is signal.SIGSTOP else [*pids, *movers]
+        for pid in pids:
+            os.kill(pid, number)
 
     def _hear(self, name: str, agent: subprocess.Popen[str]) -> None:
         with suppress(subprocess.TimeoutExpired):

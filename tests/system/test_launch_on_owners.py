@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.events import StepDone
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
 from tests.support.ranks import wait_until
@@ -56,18 +58,21 @@ def run(tmp_path: Path) -> Iterator[LaunchedRun]:
 
 
 def test_this_machine_as_the_owner(run: LaunchedRun) -> None:
-    settings = (*SETTINGS, "cluster.places=1", "train.steps=100000", "checkpoint.every_steps=50")
-    started = run("launch", "--on", "local", "--nodes", "2", *settings)
+    """With a spare. `down` saves the state of the last step, and a resume repeats none."""
+    settings = (*SETTINGS, "cluster.places=1", "train.steps=100000", "checkpoint.every_steps=1000")
+    started = run("launch", "--on", "local", "--nodes", "2", *settings, "launch.spares=1")
     assert started.code == 0, started.err
     nodes = Nodes(run.run_file, run.folder)
     deadline = time.monotonic() + DEADLINE
     while max(nodes.losses(), default=0) < 60:
         assert time.monotonic() < deadline, run("logs").out
-    assert nodes.nodes(nodes.newest) == {"node-0", "node-1"}
+    assert len(nodes.nodes(nodes.newest)) == 2
     ended = run("down")
     assert ended.code == 0, ended.err
     run.wait("finished")
     step = max(nodes.losses())
+    assert step_of(list_commits(nodes.store)[0]) == step
+    assert f"stopped by the user (holdfast down) at step {step:,} of" in run("status").out
 
     more = ("train.schedule.steps=100000", f"train.steps={step + 20}")
     resumed = run("launch", "--on", "local", "--nodes", "2", *settings, *more)
@@ -75,7 +80,8 @@ def test_this_machine_as_the_owner(run: LaunchedRun) -> None:
     followed = run("logs", "--follow")
     assert followed.code == 0
     run.wait("finished")
-    assert set(nodes.losses()) == set(range(1, step + 21)), "each step counts once"
+    done = [event.step for event in nodes.events(StepDone)]
+    assert sorted(done) == list(range(1, step + 21)), "each step is done once"
     assert "this run is finished" in run("launch", *settings, *more).err
 
 

@@ -122,6 +122,10 @@ def test_too_few_nodes_remain_or_none(
         pytest.param("mover", "abc", marks=pytest.mark.slow),
         pytest.param("fork_server", "abc", marks=pytest.mark.slow),
         pytest.param("mover", "a", marks=pytest.mark.slow),
+        ("agent", "a"),
+        pytest.param("agent", "abc", marks=pytest.mark.slow),
+        pytest.param("coordinator", "abc", marks=pytest.mark.slow),
+        pytest.param("coordinator", "ab", marks=pytest.mark.slow),
     ],
 )
 def test_a_helper_that_is_stopped_delays_nobody_though_a_worker_is_lost(
@@ -133,7 +137,8 @@ def test_a_helper_that_is_stopped_delays_nobody_though_a_worker_is_lost(
     gate = FaultOrders(tmp_path / "gate")
     gate.prepare(20)
     settings = (*SETTINGS, f"cluster.faults={gate.folder}")
-    with nodes_of(run_file, tmp_path / "run", *settings, *THREE) as nodes:
+    workers = (*THREE[1:], f"layout.workers={len(names)}")
+    with nodes_of(run_file, tmp_path / "run", *settings, *workers) as nodes:
         if len(names) > 1:
             nodes.start(*names)
         else:
@@ -142,9 +147,16 @@ def test_a_helper_that_is_stopped_delays_nobody_though_a_worker_is_lost(
             nodes.agents["a"] = start(*command, "layout.workers=1")
         nodes.wait_step(20)
         module = {"mover": "checkpoint.mover.main", "fork_server": "elastic.worker.fork_server"}
-        (process,) = children_of(nodes.agents["a"].pid, f"holdfast.{module[helper]}")
-        lost = [e for e in nodes.events(WorkerStarted) if e.node == "a" or len(names) == 1]
-        stop(process.pid)
+        node = "a"
+        if len(names) > 1 and helper in ("agent", "coordinator"):
+            leads = helper == "coordinator"
+            node = next(name for name in names if (name == nodes.leader) is leads)
+        pid = nodes.agents[node].pid
+        if helper in module:
+            (process,) = children_of(pid, f"holdfast.{module[helper]}")
+            pid = process.pid
+        lost = [e for e in nodes.events(WorkerStarted) if e.node == node or len(names) == 1]
+        stop(pid)
         os.kill(lost[0].pid, signal.SIGKILL)
         begun = time.time()
         gate.open_gate(STEPS)
@@ -152,8 +164,11 @@ def test_a_helper_that_is_stopped_delays_nobody_though_a_worker_is_lost(
         first = min(
             r.time for r in nodes.records() if isinstance(r.event, StepDone) if r.time > begun
         )
+        print(f"{helper} of {node} of {names}: the next step {first - begun:.1f} s after the kill")
         assert first - begun < QUICKLY_S, nodes.story()
-        words = f"the {helper.replace('_', ' ')} (process {process.pid}) was stopped for "
+        words = f"the {helper.replace('_', ' ')} (process {pid}) was stopped for "
+        if helper not in module:
+            words = f"(process {pid}) was stopped; it works again"
         assert words in nodes.said
         assert nodes.losses() == undisturbed
 

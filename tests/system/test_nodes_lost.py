@@ -257,15 +257,26 @@ def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+@pytest.mark.parametrize("late", [False, True])
 def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
-    run_file: Path, tmp_path: Path
+    run_file: Path, tmp_path: Path, names: str, late: bool
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *ENDLESS, "cluster.min_nodes=2") as nodes:
-        nodes.start("a", "b")
-        nodes.wait_step(5, nodes={"a", "b"})
-        for name in "ab":
+    """Two nodes train, the rest are spares. late: spares are told when the last generation is made,
+    as where 'holdfast down' tells one machine after the other."""
+    settings = (*ENDLESS, "cluster.min_nodes=2", "layout.workers=2")
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
+        nodes.start(*names)
+        nodes.wait_step(5)
+        train = nodes.nodes(nodes.newest)
+        for name in sorted(train):
+            nodes.signal(name, signal.SIGTERM)
+        if late:
+            nodes.wait_generation(train, after=nodes.newest)
+        for name in {*names} - train:
             nodes.signal(name, signal.SIGTERM)
         assert set(nodes.end().values()) == {0}, nodes.story()
-        done = max(event.step for event in nodes.events(StepDone))
-        assert step_of(list_commits(nodes.store)[0]) == done, nodes.story()
+        steps = [event.step for event in nodes.events(StepDone)]
+        assert len(steps) == len(done := {*steps}), "a step was done twice"
+        assert step_of(list_commits(nodes.store)[0]) == max(done), nodes.story()
         assert _stops(nodes) == ["all nodes were told to go"]

@@ -38,7 +38,7 @@ from holdfast.checkpoint.peers.config import PeerSettings
 from holdfast.checkpoint.save.retention import RetentionRules
 from holdfast.core.json_parsing import JsonMessage
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.wire import lifeline, process_log
+from holdfast.wire import agent_watch, lifeline, process_log
 from holdfast.wire.http.auth import AuthError, Verifier
 from holdfast.wire.http.refusals import MOVER, Refusals
 from holdfast.wire.process_end import skip_last_collection
@@ -306,6 +306,7 @@ def main() -> None:
     set_process_title("mover", boot.settings.run)
     if boot.lifeline >= 0:
         lifeline.watch_lifeline(boot.lifeline)
+        agent_watch.watch_agent()
     try:
         service = MoverService(open_store(boot.store), boot.settings)
         peers = _make_peer_wiring(boot, service)

@@ -40,6 +40,7 @@ from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.detection.stragglers import PaceChange
 from holdfast.policy.membership import transitions
+from holdfast.policy.membership.queries import has_replacement
 from holdfast.policy.membership.transitions import (
     TERMINAL_PHASES,
     CoordinatorState,
@@ -386,6 +387,7 @@ class Coordinator:
             await self._wakeup.wait()
 
     async def _open_generation(self, generation: int, node_names: frozenset[str]) -> None:
+        is_last = transitions.are_all_leaving(self.state, node_names)
         try:
             made = await self._create_generation(
                 self.state, generation, node_names, self.node_reports
@@ -411,7 +413,13 @@ class Coordinator:
             used = node_names if taken is None else frozenset(taken)
             self._set_state(
                 transitions.generation_created(
-                    self.state, generation, used, self._now, self._rules, taken
+                    self.state,
+                    generation,
+                    used,
+                    self._now,
+                    self._rules,
+                    taken,
+                    is_saving_last=is_last,
                 )
             )
 
@@ -474,4 +482,5 @@ class ReplyWriter:
             may_leave=name in self.nodes_to_leave,
             # no node works, and several nodes are present that may continue
             is_idle=state.phase is Phase.GATHERING and len(state.nodes) > 1,
+            has_replacement=state.phase is Phase.TRAINING and has_replacement(state, name),
         )

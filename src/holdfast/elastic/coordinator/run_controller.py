@@ -46,6 +46,7 @@ from holdfast.plan.placing.interface import Planner
 from holdfast.policy.detection.stragglers import Pace, PaceChange
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.node_identity import LikeProcessors, NodeIdentity, judge_joiner
+from holdfast.policy.membership.queries import is_staying
 from holdfast.policy.membership.restart_budget import RestartHistory, why_give_up
 from holdfast.policy.membership.state import node_timeout_s
 from holdfast.policy.membership.transitions import (
@@ -300,9 +301,11 @@ class RunController:
         cause = self._generation_planner.cause = describe_cause(losses, state)
         why = self._hooks.stop_reason()
         shortage = self._node_shortage
-        if not shortage.closing_reason and transitions.are_all_leaving(state, node_names):
+        is_last = transitions.are_all_leaving(state, node_names)
+        if is_last and not shortage.closing_reason and not any(map(is_staying, state.nodes)):
             shortage.closing_reason = ALL_NODES_LEAVING_REASON
-        if cause and why and not shortage.closing_reason:
+        closing = shortage.closing_reason or ALL_NODES_LEAVING_REASON * is_last
+        if cause and why and not closing:
             raise RunEndedError(f"{why}; lost while saving: {cause}", EndReason.STOPPED)
         await self._ensure_mover(generation)
         tried = set(self._generation_planner.rejected_checkpoints)
@@ -324,7 +327,7 @@ class RunController:
             and (sentence := self._loss_counter.count(generation, self._reached_step, cause))
         ):
             raise RunEndedError(sentence)
-        record = replace(record, stopping=shortage.closing_reason)
+        record = replace(record, stopping=closing)
         return replace(record, reason=reason if lost else state.reason)
 
     @property
@@ -402,7 +405,10 @@ class RunController:
         told = [one.node_outcome.done for one in known if one.node_outcome is not None]
         ends = [done for done in told if done is not None]
         kind = "" if coordinator is None else coordinator.end_reason
-        why = self._node_shortage.closing_reason or self._hooks.stop_reason() or "the workers left"
+        why = self._node_shortage.closing_reason or self._hooks.stop_reason()
+        if not why and coordinator is not None and coordinator.state.is_saving_last:
+            why = ALL_NODES_LEAVING_REASON
+        why = why or "the workers left"
         return run_result(end_message, kind, ends, why, self._hooks.committed_step())
 
     # --- too few nodes --------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
         return _price_of_given(loaded.config, facts.hardware)
     values: dict[str, PlannedValue] = {}
     if not is_given(loaded, "layout.fixed"):
-        fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
+        keys = (*AXES, "workers")
+        fixed = tuple(key for key in keys if is_given(loaded, f"layout.{key}"))
         values["layout.fixed"] = (fixed, "what the run file gives")
     if reason := _why_no_plan(loaded, facts.several):
         workers = format_plural(loaded.config.layout.workers, "worker")
@@ -188,6 +189,7 @@ def by_microbatch_size(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
     limit = loaded.config.train.memory.limit
     if not limit and loaded.config.device not in ("cpu", "auto"):
         limit = min((each.memory_bytes for each in facts.hardware.accelerators), default=0)
+        limit //= config.cluster.workers_per_device
     if not limit:
         raise ConfigError(
             f"{KEY} auto needs a limit, and the device {loaded.config.device} has none that is "

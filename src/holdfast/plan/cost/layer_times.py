@@ -79,7 +79,11 @@ class ShapeTimes:
 
     def of(self, layer: Layer, part: Part, device: DeviceType, links: GroupLinks) -> PassTimes:
         one = _Device.of(device, self.precision, self.item)
-        each = [one.product_s(part.tokens, product, part.tp) for product in layer.products]
+        degrees = [layer.degree(layer.part(i), part.tp) for i in range(len(layer.products))]
+        each = [  # each set of ranks computes its own tokens
+            one.product_s(part.tokens * degree / part.tp, product, degree)
+            for product, degree in zip(layer.products, degrees, strict=True)
+        ]
         products = sum(each) + self._experts_s(one, layer, part)
         attention = self._attention_s(one, layer, part)
         cut = part.tp if part.sequence_parallel else 1
@@ -90,7 +94,10 @@ class ShapeTimes:
         sent = {}
         if part.tp > 1 and layer.reductions:
             # a sum is a reduce-scatter and a gather, with and without sequence parallelism
-            sent["tp"] = 2 * layer.reductions * gather_s(links.tp, size, part.tp)
+            regions = [(part.tp, links.tp)] * layer.reductions
+            if layer.tp_by:
+                regions = [(layer.degree(i, part.tp), links.parts[i][0]) for i in (0, 1)]
+            sent["tp"] = sum(2 * gather_s(on, size * n / part.tp, n) for n, on in regions)
         if part.cp > 1 and layer.attention is not None:
             kind = layer.attention
             keys = 2 * kind.kv_heads * kind.head_dim / part.tp * self.item * part.tokens * part.cp

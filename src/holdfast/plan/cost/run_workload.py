@@ -14,7 +14,7 @@ from holdfast.plan.cost.blocks import FeedForward, Heads, KeptByRuntime, block, 
 from holdfast.plan.cost.workload import Layer, StateBytes, Workload
 from holdfast.plan.memory.activations import device_kind
 from holdfast.plan.memory.block_parts import GATE_UP, QUERY_KEY_VALUE, BlockOptions
-from holdfast.plan.memory.pass_memory import CHUNK_ELEMENTS
+from holdfast.plan.memory.pass_memory import loss_chunk
 
 _PEAK_OF = {"fp16": "bf16", "float64": "fp32"}
 """Precisions that tables of devices have no peak of, and the one that comes nearest."""
@@ -33,7 +33,10 @@ def workload_of(config: RunConfig) -> Workload:
     norms = 1.0 if is_fused else (1 if options.adapters else 2) * max(4, item) / item
     kept = KeptByRuntime(norms, holds_inputs=True, is_compiled=config.train.compile)
     layers = [embedding(model.dim, model.vocab_rows)]
-    layers += [_block(model, number, kept, options) for number in range(model.layers)]
+    degrees = config.layout.tp_by
+    tp_by = (degrees.attention, degrees.ffn) if degrees.degrees else ()
+    blocks = (_block(model, number, kept, options) for number in range(model.layers))
+    layers += [replace(each, tp_by=tp_by) for each in blocks]
     layers.append(head(model.dim, model.vocab_rows, kept))
     optimizer, trained = (3 if is_mixed else 2) * state_item, _trained_share(config)
     state = StateBytes(item, state_item, optimizer)
@@ -50,7 +53,7 @@ def workload_of(config: RunConfig) -> Workload:
         state,
         model.vocab_size,
         model.tied_embeddings,
-        CHUNK_ELEMENTS[device],
+        loss_chunk(config, device) * max(1, model.vocab_size),
         config.layout.reduction == "tree",
         device != "cpu",
         is_compiled=config.train.compile,

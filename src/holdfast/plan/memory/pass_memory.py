@@ -34,12 +34,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.config.run import RunConfig
 from holdfast.config.sections.recompute import RecomputePolicy
+from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.core.schedule.table import ActionKind
 from holdfast.plan.memory.activations import RankShape
-
-CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
-"""Logits at a time (`train.objective.chunk_tokens`)."""
 
 FRAGMENTATION = 0.05
 """Part of what is not state that an accelerator's allocator may lose between pieces."""
@@ -70,7 +69,6 @@ class Stage:
     shape: RankShape
     blocks: int
     policy: RecomputePolicy
-    vocabulary: int
     rows: int  # of the head that it computes with; 0 on a stage that is not the last
     held: int  # rows of the vocabulary that it holds
     embeds: bool  # it has the embedding
@@ -81,7 +79,7 @@ class Stage:
     root: int  # elements outside of the blocks
     gathers: int  # FSDP2's stage of ZeRO, 2 or 3; 0 without it
     shards: int  # that it reduces to, where a sum is added to an earlier one; 0: it replaces that
-    device: str = "cpu"  # a key of CHUNK_ELEMENTS
+    chunk: int  # tokens whose logits the loss holds at a time (`DeviceKind.chunk_tokens`)
     moved: int = 0  # bytes of a block that leave the device between its passes
     incoming: int = 0  # bytes of what comes in that stay on the device then
     cuts_vocabulary: bool = False  # ranks of tp talk in the midst of the softmax
@@ -287,12 +285,20 @@ def reduce_bytes(
     return sent + max(item * elements, sent + reduced + item * last)
 
 
+def loss_chunk(config: RunConfig, device: str) -> int:
+    """Return the tokens whose logits the loss holds at a time. device: "cpu" or "accelerator"."""
+    name = config.device if is_accelerator(config.device) else "cuda"
+    kind = DEVICES["cpu" if device == "cpu" else name]
+    return kind.chunk_tokens(max(1, config.model.vocab_size), config.train.loss_chunk)
+
+
 def _logits(stage: Stage) -> int:
     shape = stage.shape
-    chunk = max(64, CHUNK_ELEMENTS[stage.device] // stage.vocabulary)
     head = stage.held * shape.model.dim
     is_fused = shape.options.is_compiled and not stage.cuts_vocabulary
-    return int(logits_bytes(shape.tokens, chunk, stage.rows, head, shape.item, is_fused=is_fused))
+    return int(
+        logits_bytes(shape.tokens, stage.chunk, stage.rows, head, shape.item, is_fused=is_fused)
+    )
 
 
 def logits_bytes(

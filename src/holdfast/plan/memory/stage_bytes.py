@@ -91,7 +91,10 @@ def expert_parameters(layers: Held, tp: int, ep: int) -> float:
 def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
     """Of one layer, on a rank."""
     experts = layer.experts.parameters / tp / ep if layer.experts else 0
-    return layer.cut_parameters / tp + layer.whole_parameters + experts
+    cut = layer.cut_parameters / tp
+    if layer.tp_by:
+        cut = sum(layer.part_parameters(part) / layer.degree(part, tp) for part in (0, 1))
+    return cut + layer.whole_parameters + experts
 
 
 _Moment = tuple[float, float, float, float]

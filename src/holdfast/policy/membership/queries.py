@@ -66,9 +66,11 @@ def next_deadline(state: CoordinatorState, rules: MembershipRules, now: float) -
 
 
 def are_all_leaving(state: CoordinatorState, names: frozenset[str]) -> bool:
-    """Return True if all nodes will be lost, with these: what they hold is to be saved."""
-    there = {node.name for node in state.nodes}
-    return bool(names & there) and all(node.leaving_at < inf for node in state.nodes)
+    """Return True if all of these nodes that are left will be lost: they are to save the state.
+
+    A node that stays and is not one of them, such as a spare, holds no state."""
+    left = [node for node in state.nodes if node.name in names]
+    return bool(left) and all(node.leaving_at < inf for node in left)
 
 
 def awaited_members(state: CoordinatorState) -> tuple[str, ...]:
@@ -95,6 +97,19 @@ def is_unchanged(node: NodeRecord, report: StageReport) -> bool:
 
 def is_staying(node: NodeRecord) -> bool:
     return node.leaving_at == inf and not node.is_banned
+
+
+def has_replacement(state: CoordinatorState, name: str) -> bool:
+    """Return True if free places on other nodes can take the workers of a node."""
+    node = state.node(name)
+    if node is None or name not in state.members:
+        return False
+    free = 0
+    for other in state.nodes:
+        if other.name != name and is_staying(other):
+            ready = other.places if other.ready_workers is None else other.ready_workers
+            free += max(0, ready - (other.used_places if other.name in state.members else 0))
+    return 0 < node.used_places <= free
 
 
 def has_unreachable_pair(state: CoordinatorState, names: frozenset[str], now: float) -> bool:

@@ -169,6 +169,7 @@ class CoordinatorState:
     unreachable_pairs: tuple[UnreachablePair, ...] = ()
     end_reason: str = ""  # why it ended without being done
     failed_growths: int = 0  # times in turn that a grown generation broke before it worked
+    is_saving_last: bool = False  # all members leave: the generation saves and ends
 
     def __post_init__(self) -> None:
         if len(self.node_names) != len(self.nodes):

@@ -156,13 +156,15 @@ def node_leaving(
     state: CoordinatorState, name: str, leaving_at: float, now: float, rules: MembershipRules
 ) -> CoordinatorState:
     """Take a node's notice that it leaves by `leaving_at`: the next generation excludes it. If all
-    nodes leave, that generation is their last one (`are_all_leaving`)."""
+    members leave, that generation is made of them, saves the state and ends. Nodes that stay
+    continue from there."""
     node = state.node(name)
     if node is None:
         return state
     state = state.with_node(replace(node, leaving_at=min(node.leaving_at, leaving_at)))
     last = node.leaving_at == inf and not any(is_staying(other) for other in state.nodes)
-    if name in state.members and (last or _can_continue_without_leavers(state, now, rules)):
+    goes_on = name in state.members and _can_continue_without_leavers(state, now, rules)
+    if (last or goes_on) and not state.is_saving_last:
         state = halt(state, "notice", now, at_step_end=True)
     return _advance(state, now, rules)
 
@@ -258,9 +260,14 @@ def generation_created(
     now: float,
     rules: MembershipRules,
     used_places: Mapping[str, int] | None = None,
+    *,
+    is_saving_last: bool = False,
 ) -> CoordinatorState:
-    """The run store has made the object of `generation`, of these nodes. A node lost meanwhile ends
-    it at once. used_places: places that it uses of each; None: as many as are ready."""
+    """The run store has made the object of `generation`, of these nodes. A node that was lost
+    meanwhile, or leaves without having been expected to, ends it at once.
+
+    used_places: places that it uses of each; None: as many as are ready. is_saving_last: it was
+    planned to save the state and to end, because all its nodes leave."""
     if state.pending_generation is None or generation != state.generation + 1:
         return state
     if used_places is None:
@@ -274,12 +281,15 @@ def generation_created(
         nodes=nodes,
         lost_members=(),
         at_step_end=False,
+        is_saving_last=is_saving_last,
     )
     there = {node.name for node in state.nodes if node.joined_at <= state.phase_since}
     is_there = names <= there  # not lost, nor another process of that name by now
     if not is_there or has_unreachable_pair(started, names, now):
         reason = "link_cut" if is_there else "node_lost"
         started = replace(_enter_phase(started, Phase.HALTING, now), reason=reason)
+    elif are_all_leaving(started, names) and not is_saving_last:
+        started = halt(started, "notice", now, at_step_end=True)
     return _advance(started, now, rules)
 
 
@@ -361,16 +371,19 @@ def _advance(state: CoordinatorState, now: float, rules: MembershipRules) -> Coo
             training = replace(_enter_phase(state, Phase.TRAINING, now), failed_growths=misgrown)
             return _advance(training, now, rules)
         case Phase.STARTING | Phase.TRAINING if are_all_in_stage(state, NodeStage.DONE):
+            if state.is_saving_last and _can_continue_without_leavers(state, now, rules):
+                return _advance(halt(state, "notice", now), now, rules)
             return finish(state, "", now)
         case Phase.TRAINING:
             return _halt_for_newcomers(state, now, rules)
         case Phase.HALTING if _is_halted(state):
             return _open_next_generation(state, now, rules)
         case Phase.GATHERING:
-            nodes = _nodes_for_next_generation(state)
             waited = now - state.phase_since
-            if _select_nodes(state, nodes, now, rules) and (
-                state.generation or rules.is_full(nodes) or waited >= rules.gather_wait_s
+            if _choose_nodes(state, now, rules) and (
+                state.generation
+                or rules.is_full(usable_nodes(state))
+                or waited >= rules.gather_wait_s
             ):
                 return _open_next_generation(state, now, rules)
             if waited >= rules.gather_timeout_s:
@@ -386,7 +399,7 @@ def _advance(state: CoordinatorState, now: float, rules: MembershipRules) -> Coo
 def _can_still_create(state: CoordinatorState) -> bool:
     """Return True if the generation that is being made is still possible."""
     if are_all_leaving(state, state.pending_nodes):
-        return all(
+        return not _is_state_saved(state) and all(
             (node := state.node(name)) is not None and _is_stopped(node)
             for name in state.pending_nodes
         )
@@ -403,6 +416,8 @@ def _halt_for_newcomers(
 ) -> CoordinatorState:
     """End a generation for settled newcomers that the planner would use: nodes and, on nodes that
     take part already, processes."""
+    if state.is_saving_last:
+        return state
     inside = [n for n in state.nodes if n.name in state.members]
     came = [
         n for n in state.nodes if has_spare_workers(state, n) and now >= settled_at(state, n, rules)
@@ -420,19 +435,28 @@ def _open_next_generation(
     state: CoordinatorState, now: float, rules: MembershipRules
 ) -> CoordinatorState:
     """Begin the next generation with the nodes that are there; no worker works now."""
-    names = _select_nodes(state, _nodes_for_next_generation(state), now, rules)
-    if names:
+    if names := _choose_nodes(state, now, rules):
         if state.phase is not Phase.OPENING:
             state = _enter_phase(state, Phase.OPENING, now)
         return replace(state, pending_nodes=names, phase_since=now)
+    if _is_state_saved(state) and not any(map(is_staying, state.nodes)):
+        return finish(state, "", now)
     return replace(_enter_phase(state, Phase.GATHERING, now), pending_nodes=frozenset())
 
 
-def _nodes_for_next_generation(state: CoordinatorState) -> tuple[NodeRecord, ...]:
-    """Return the nodes that a next generation may be made of, even if it is the last one of all."""
-    if are_all_leaving(state, state.members):
-        return tuple(node for node in state.nodes if _is_stopped(node) and not node.is_banned)
-    return usable_nodes(state)
+def _choose_nodes(state: CoordinatorState, now: float, rules: MembershipRules) -> frozenset[str]:
+    """Return the nodes of a next generation, () if none is possible. These are nodes that leave, if
+    no node that stays holds the state and it is not saved."""
+    if are_all_leaving(state, state.members) and not _is_state_saved(state):
+        leaving = (node for node in state.nodes if node.leaving_at < inf and not node.is_banned)
+        if names := _select_nodes(state, [*filter(_is_stopped, leaving)], now, rules):
+            return names
+    return _select_nodes(state, usable_nodes(state), now, rules)
+
+
+def _is_state_saved(state: CoordinatorState) -> bool:
+    """Return True if the generation was the last one of its nodes, and has done its work."""
+    return state.is_saving_last and are_all_in_stage(state, NodeStage.DONE)
 
 
 def _remove_node(

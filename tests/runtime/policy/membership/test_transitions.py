@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -63,6 +65,37 @@ def test_a_fault_while_others_end_their_step_halts_all() -> None:
     reign = transitions.node_leaving(_training(), "a", 60.0, 11.0, RULES)
     reign = _say(reign, ("b", NodeStage.HELD), ("c", NodeStage.BROKEN))
     assert _orders(reign) == [NodeCommand.HALT] * 3
+
+
+@pytest.mark.parametrize("goes", ["abc", "cab", "acb", "abc late", "ab"])
+def test_members_that_all_leave_save_before_a_spare_continues(goes: str) -> None:
+    """c is a spare. It is told to go with the members, after they began to save, or not at all."""
+
+    def use(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
+        names = [node.name for node in nodes]
+        return tuple(name for name in names if name in "ab") or tuple(names)
+
+    rules = MembershipRules(use)
+    reign = replace(_training(), members=frozenset("ab"))
+    reign = reign.with_node(NodeRecord("c", "m", 1, 11.0, 11.0))
+    order, _, late = goes.partition(" ")
+    for name in order[: 2 if late else 3]:
+        reign = transitions.node_leaving(reign, name, 60.0, 11.0, rules)
+    assert _orders(reign)[:2] == [NodeCommand.PAUSE] * 2
+    held = [StageReport(name, "m", 1, NodeStage.HELD) for name in "ab"]
+    reign = transitions.reports_received(reign, held, 11.0, rules)
+    assert reign.pending_generation == (2, frozenset("ab"))
+    reign = generation_created(reign, 2, frozenset("ab"), 11.0, rules, is_saving_last=True)
+    for stage in (NodeStage.WORKING, NodeStage.DONE):
+        reports = [StageReport(name, "m", 2, stage) for name in "ab"]
+        reign = transitions.reports_received(reign, reports, 11.0, rules)
+        if late and stage is NodeStage.WORKING:
+            reign = transitions.node_leaving(reign, "c", 60.0, 11.0, rules)
+    if goes == "ab":
+        assert reign.pending_generation == (3, frozenset("c"))
+        reign = transitions.node_leaving(reign, "c", 60.0, 11.0, rules)
+    assert reign.phase is Phase.ENDED
+    assert not reign.end_reason
 
 
 def test_a_node_that_holds_without_an_order_of_ours_was_told_by_somebody_else() -> None:
