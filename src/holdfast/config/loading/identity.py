@@ -55,7 +55,7 @@ LATER_KEYS = frozenset(
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
-        "train": ("deterministic",),
+        "train": ("deterministic", "loss_chunk"),
         "train.optimizer": (
             *("adamw_for", "adjust_rate", "args", "beta2_decay", "clip_threshold"),
             *("groups", "layouts", "momentum", "name", "nesterov"),
