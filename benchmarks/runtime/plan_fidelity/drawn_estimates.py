@@ -25,13 +25,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tests.support.adapters import write_base
 from tests.support.layouts import case, config_of, engine_of, topology_of
 from tests.support.ranks import ADDRESS, RankContext, Server, rank_values
 from tests.support.tiny_training import Fed
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.data.read.weight_files import weights_checksum
 from holdfast.plan.memory.estimate import rank_estimate
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.lora_task import LoraTask
@@ -133,9 +134,10 @@ def accounted(
     """(accounted peak, estimate) of this rank, in a step that is not the first."""
     of = case(name)
     config = config_of({**of.changes, **changes})
+    config = _with_base(config, rank.folder / f"base{rank.rank}")
     topology, account = topology_of(of, config), TensorAccount()
     with account, torch.compiler.set_stance("force_eager"):
-        task = _adapters(config) if config.lora.rank else None
+        task = LoraTask(config) if config.lora.rank else None
         made = engine_of(config, topology, rank.rank, rank.store(store), task=task)
         step(made, config, 1)
         for tensor in _buffers(made):
@@ -168,12 +170,13 @@ def step(made: StepEngine, config: RunConfig, number: int) -> None:
     made.apply(made.reduce())
 
 
-def _adapters(config: RunConfig) -> LoraTask:
-    """Adapters of a base of zeros, which is in no file."""
-    task: Any = LoraTask(config)
-    rows = decoder_parameters(config.model)
-    task._base = {row.name: torch.zeros(row.shape, dtype=task._compute) for row in rows}
-    return task  # type: ignore[no-any-return]
+def _with_base(config: RunConfig, folder: Path) -> RunConfig:
+    """A run of adapters whose base is in a new folder; any other run as it is."""
+    if not config.lora.rank:
+        return config
+    write_base(folder, config.model)
+    lora = {"base": str(folder), "base_checksum": weights_checksum(folder)}
+    return config.model_copy(update={"lora": config.lora.model_copy(update=lora)})
 
 
 def _buffers(made: StepEngine) -> list[torch.Tensor]:

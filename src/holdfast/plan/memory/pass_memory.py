@@ -287,7 +287,8 @@ def reduce_bytes(
 
 def loss_chunk(config: RunConfig, device: str) -> int:
     """Return the tokens whose logits the loss holds at a time. device: "cpu" or "accelerator"."""
-    name = config.device if is_accelerator(config.device) else "cuda"
+    first = next(name for name in DEVICES if is_accelerator(name))
+    name = config.device if is_accelerator(config.device) else first
     kind = DEVICES["cpu" if device == "cpu" else name]
     return kind.chunk_tokens(max(1, config.model.vocab_size), config.train.loss_chunk)
 
