@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ device: cpu
 folder: {folder}
 task: {{name: "tests.support.paced_task:Paced", args: {{pause: {pause}}}}}
 train:
-  steps: 240
+  steps: 180
   batch_size: 12
   microbatch_size: 2
   optimizer: {{learning_rate: 0.01, clip_norm: 0.05}}
@@ -88,29 +89,33 @@ def test_the_mix_follows_a_price_and_a_reclaim(
     def has(words: str) -> bool:
         return any(re.search(words, line) for line in said)
 
+    def until(condition: Callable[[], bool], seconds: float) -> None:
+        wait_until(condition, seconds, lambda: "".join(said), pause_s=0.3)
+
     run = Nodes(run_file, tmp_path / "none")
     run.store, run.outside = open_store(place), place
     run._journal = Journal(tmp_path, run.store)
     following = loop()
     with instances_of(place, environ, tmp_path / "machines") as cloud:
         try:
-            wait_until(lambda: max(run.losses(), default=0) >= 15, "no step", 300)
+            until(lambda: max(run.losses(), default=0) >= 15, 300)
             prices(catalogue, 1.1)  # too small to act on
-            wait_until(lambda: max(run.losses()) >= 30, "no step", 300)
+            until(lambda: max(run.losses(), default=0) >= 30, 300)
             assert {each.offer.rpartition("/")[2] for each in cloud.live()} == {"spot"}
             following.send_signal(signal.SIGINT)
             assert following.wait(60) == 130
-            assert has("2 instances are still at work") and has("holdfast cloud end")
+            assert has("2 instances are still at work")
+            assert has("holdfast cloud end")
             following = loop()
-            wait_until(lambda: has("taken over: node-0"), "".join(said), 120)
+            until(lambda: has("taken over: node-0"), 120)
             prices(catalogue, 6.0)
-            wait_until(lambda: has(r"ended node-1"), "".join(said), 300)
+            until(lambda: has(r"ended node-1"), 300)
             live = cloud.live()
             assert [each.offer.rpartition("/")[2] for each in live] == ["on-demand"] * 2
             step = max(run.losses())
-            wait_until(lambda: max(run.losses()) >= step + 20, "no step", 300)
+            until(lambda: max(run.losses(), default=0) >= step + 20, 300)
             cloud.reclaim(live[0])
-            wait_until(lambda: has("the cloud took back node-2"), "".join(said), 120)
+            until(lambda: has("the cloud took back node-2"), 120)
             assert following.wait(600) == 0, "".join(said)
             assert not cloud.live()
         finally:
@@ -121,4 +126,5 @@ def test_the_mix_follows_a_price_and_a_reclaim(
     undisturbed.write_text(RUN_FILE.format(folder=tmp_path / "alone", pause=0.0))
     run.assert_same_run(losses_of_one_worker(undisturbed))
     found = re.search(r"([+-][0-9.]+)% of the latest plan", "".join(said))
-    assert found is not None and abs(float(found[1])) <= 5.0, "".join(said)
+    assert found is not None
+    assert abs(float(found[1])) <= 5.0
