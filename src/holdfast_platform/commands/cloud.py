@@ -23,6 +23,7 @@ from holdfast.show.output import print_json, print_table, say
 from holdfast_platform.clouds.job_specs import JOBS, ServiceSettings
 from holdfast_platform.clouds.mix import Mix, Need, choose_mix
 from holdfast_platform.commands.cloud_follow import end, follow
+from holdfast_platform.commands.cloud_trials import trials
 
 NEED_SECRET = ("sagemaker", "vertex", "azure-ml", "runpod")
 NEED_MACHINE = ("sagemaker", "vertex", "azure-ml")
@@ -200,6 +201,7 @@ def spec(
 
 app.command()(follow)
 app.command()(end)
+app.command()(trials)
 
 
 def _types(catalogue: Path, accelerator: str, cloud: str) -> list[MachineType]:

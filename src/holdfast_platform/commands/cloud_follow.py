@@ -100,7 +100,7 @@ def follow(
     given = [*(overrides or []), f"launch.nodes={nodes}"]
     loaded = for_all_nodes(load_config(run_file, given), devices=row.count)
     folder = run_folder_of(loaded.config)
-    _refuse_folder(launch_request(loaded, folder), loaded.where("folder"))
+    refuse_folder(launch_request(loaded, folder), loaded.where("folder"))
     watch = HolderWatch(folder, say)
     facts = Facts(detect_hardware(), several=True)
     begun = begin_run(Start(loaded, facts, folder, watch, SCREEN, yes=True))
@@ -201,7 +201,7 @@ def _row(catalogue: Path, machine: str, region: str) -> MachineType:
     )
 
 
-def _refuse_folder(request: LaunchRequest, where: str) -> None:
+def refuse_folder(request: LaunchRequest, where: str) -> None:
     if "://" not in request.location:
         raise UserError(
             "machines of a cloud cannot reach a folder of this machine",
