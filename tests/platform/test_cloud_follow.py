@@ -67,7 +67,18 @@ def test_the_mix_follows_a_price_and_a_reclaim(
     prices(catalogue, 1.0)
     command = [
         *(sys.executable, "-m", "holdfast.cli.main", "cloud", "follow", str(run_file)),
-        *("--work", "0.06", "--nodes", "2", "--finish-by", "1", "--machine", MACHINE),
+        *(
+            "--work",
+            "0.06",
+            "--nodes",
+            "2",
+            "--least",
+            "2",
+            "--finish-by",
+            "1",
+            "--machine",
+            MACHINE,
+        ),
         *("--image", "ami-12c6146b", "--secret", "followed", "--catalogue", str(catalogue)),
         *("--every", "1", "--change", "0.004", *QUICK, "cluster.interface=127.0.0.1"),
     ]

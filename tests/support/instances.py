@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.wire.secret_managers.aws import AwsService
-from holdfast.wire.secret_managers.request import ask
+from holdfast.wire.secret_managers.request import SecretManagerError, ask
 from holdfast_platform.clouds.ec2 import Ec2Fleet, Instance, InstanceSettings
 
 
@@ -52,7 +52,8 @@ class Instances:
     def _keep(self) -> None:
         ended = set[str]()
         while not self._closing.wait(0.2):
-            with self._lock:
+            # A busy server may answer too late.
+            with self._lock, suppress(SecretManagerError):
                 for each in self.fleet.instances():
                     if each.is_live and each.id not in self.processes:
                         self.processes[each.id] = self._start(each)
