@@ -24,7 +24,7 @@ from holdfast_platform.clouds.ec2 import CapacityError, Fleet, Instance
 from holdfast_platform.clouds.mix import Mix, Need, choose_mix
 
 STATE_FILE = "follow.json"
-CAPACITY_WAIT_S = 300.0
+CAPACITY_WAIT_S = 1200.0
 """Seconds for which an offer without capacity counts as sold out."""
 LISTING_LAG_S = 60.0
 """Seconds after its order for which an instance may be missing in the cloud's list."""
@@ -123,7 +123,9 @@ class Follower:
                 return self._finish(live)
             if self.goal.budget is not None and self._state.spent >= self.goal.budget:
                 return self._stop_at_budget(live, progress)
-            self._follow(now, offers, everything, live, progress)
+            for _ in offers:  # one that is sold out leaves another choice
+                if self._follow(now, offers, everything, live, progress):
+                    break
         except SecretManagerError as error:
             self._say_once(f"the cloud does not answer ({error}); the loop asks again")
         return None
@@ -184,8 +186,9 @@ class Follower:
         everything: Sequence[Instance],
         live: Sequence[Instance],
         progress: Progress,
-    ) -> None:
-        goal, counts = self.goal, _counts(live)
+    ) -> bool:
+        """Return False if an offer turned out to be sold out."""
+        goal, counts = self.goal, _counts(list(self._live.values()))
         finish_h = inf if goal.finish_h is None else goal.finish_h
         need = Need(
             self._work_left(progress),
@@ -205,11 +208,13 @@ class Follower:
         mix = choose_mix(sold, need, current)
         if mix is None:
             self._say_once("the cloud sells too few nodes now; the loop asks again")
-            return
+            return True
         if dict(mix.nodes) != self._target:
             self._plan(mix, progress)
-        self._order(mix, offers, everything, counts, now)
+        if not self._order(mix, offers, everything, counts, now):
+            return False
         self._end_surplus(mix, live, progress)
+        return True
 
     def _plan(self, mix: Mix, progress: Progress) -> None:
         self._target = dict(mix.nodes)
@@ -232,7 +237,8 @@ class Follower:
         everything: Sequence[Instance],
         counts: dict[str, int],
         now: float,
-    ) -> None:
+    ) -> bool:
+        """Order what is missing. Return False if an offer turned out to be sold out."""
         by_name = {offer.name: offer for offer in offers}
         number = 1 + max((_number(each.node) for each in everything), default=-1)
         number = max(number, 1 + max((_number(e.node) for e in self._live.values()), default=-1))
@@ -246,10 +252,12 @@ class Follower:
                 except CapacityError as error:
                     self.say(f"the cloud has no {_kind(name)} node now ({error})")
                     self._sold_out[name] = now + CAPACITY_WAIT_S
-                    break
+                    return False
                 self._live[made.id] = made
+                counts[name] = counts.get(name, 0) + 1
                 self.say(f"ordered {made.node} ({made.id}, {_kind(name)})")
                 number += 1
+        return True
 
     def _end_surplus(self, mix: Mix, live: Sequence[Instance], progress: Progress) -> None:
         """End what is not wanted, when the wanted nodes have joined the run."""
