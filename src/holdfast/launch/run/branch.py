@@ -34,8 +34,8 @@ from holdfast.launch.run.runs import IMPORTED_FOLDER, Run, read_resolved
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_location import bucket_of_run
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 from holdfast.wire.term import create_generation, newest_generation
 
 NEWEST = "newest"
@@ -178,7 +178,7 @@ def _make_folder(
             write_description(part, loaded, machine, dataset, parent.dataset_version)
         except RunFolderError as error:
             raise RunFolderError(error.message, where=str(target), remedy=OTHER_FOLDER) from None
-        store = FolderStore(part)
+        store = store_of_run(part)
         _create_generation(store, commit.generation, parent.store)
         copied = copy_checkpoint(source, commit.key, store, on_progress, config_hash=hash_)
         with suppress(MissingKeyError):
