@@ -6,7 +6,8 @@
 # make campaign     the long tests (marker slow), and what the next two lines name
 # make campaign-bucket  tests of several nodes once more, with a bucket in place of their folder
 # make campaign-ceph    runs without a shared disk on a Ceph, where its commands are installed
-# make gpu          what runs on one accelerator, in a table and a file (docs/guide/accelerators.md)
+# make gpu          what runs on one accelerator, in a table and a file (docs/guide/accelerators.md);
+#                   ONLY=shared-card: one row
 # make gpus         the same for all accelerators of this machine
 # make exhaustive   what takes hours and many GiB (marker exhaustive)
 # make chaos      over 1,000 faults of a run that several nodes train (docs/studies/chaos.md); SHARD=1/4
@@ -98,7 +99,7 @@ campaign-ceph: $(VENV)/.installed-dev
 	HOLDFAST_TEST_S3=ceph $(ONE_THREAD) $(BIN)/python -m pytest -rs tests/system/test_no_shared_disk.py
 
 gpu: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.runtime.gpu --out gpu.json
+	$(BIN)/python -m benchmarks.runtime.gpu --out gpu.json $(ONLY:%=--only %)
 
 gpus: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.runtime.gpus --out gpus.json

@@ -35,6 +35,7 @@ ROWS = (
     Row("runs-bf16-compiled", 240, "correct", on_cpu=False, needs="data"),
     Row("runs-keys", 240, "correct", needs="data"),
     Row("runs-own-code", 240, "correct", on_cpu=False),
+    Row("shared-card", 400, needs="data"),
     Row("start", 60),
     Row("floors", 60),
     Row("capture", 90),
@@ -43,12 +44,22 @@ ROWS = (
     Row("plan", 240),
     Row("1b-memory", 300),
     Row("train-1b", 300, on_cpu=False, needs="data"),
+    Row("peers", 900),
 )
 
 
 def perform(name: str, settings: Settings) -> RowResult:
     """Do a row's work."""
-    from benchmarks.runtime.accelerator import correct, floors, memory, planned, runs, shape
+    from benchmarks.runtime.accelerator import (
+        correct,
+        floors,
+        memory,
+        planned,
+        rivals,
+        runs,
+        shape,
+        shared,
+    )
 
     quick = settings.quick
     ways = ("killed", "noticed") if quick else ("killed", "standby", "stopped", "noticed", "lost")
@@ -65,8 +76,10 @@ def perform(name: str, settings: Settings) -> RowResult:
         "spread-attention": lambda: correct.spread_attention(settings),
         "plan": lambda: planned.planned(settings),
         "1b-memory": lambda: memory.shape_memory(settings),
+        "shared-card": lambda: shared.shared_card(settings),
         "doctor": lambda: runs.doctor(settings),
         "data": lambda: runs.data(settings),
+        "peers": lambda: rivals.peers(settings),
         "train-1b": lambda: runs.train_1b(settings),
         "runs-fp32": lambda: runs.same_bits(settings, "fp32", ways),
         "runs-keys": lambda: runs.with_keys(settings),

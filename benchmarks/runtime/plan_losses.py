@@ -4,9 +4,8 @@
     python -m benchmarks.runtime.plan_losses kills    12 real kills in runs of 4 nodes: the losses
 
 `layouts`: the planner that agents ask (`plan/placing/searched.py`) lays out a run, loses a node,
-and lays out what is left. Then every layout of equal replicas of what is left is executed on
-devices that wait and links that are shaped (`benchmarks/runtime/here/waiting_rank.py`). Layouts of
-unlike replicas cannot be executed there, so the planner is not asked for seeds that lead to one.
+and lays out what is left. Then every layout of what is left is executed, with equal and with
+unlike replicas. Devices wait and links are shaped (`benchmarks/runtime/here/waiting_rank.py`).
 
 `kills`: nodes of real runs with `layout: auto` are killed one after the other, from four to one.
 The loss of each step is compared with that of an undisturbed run.
@@ -23,8 +22,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count, islice, product
-from math import prod
+from itertools import combinations_with_replacement, count, islice, product
+from math import inf, prod
 from pathlib import Path
 
 from benchmarks.runtime.here.waiting_ranks import (
@@ -36,7 +35,7 @@ from benchmarks.runtime.here.waiting_ranks import (
 )
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
-from holdfast.layout import MeshShape, Topology
+from holdfast.layout import Topology
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
@@ -61,7 +60,7 @@ class Loss:
 
 
 def losses() -> Iterator[Loss]:
-    """Those whose layouts have equal replicas, by rising seed."""
+    """By rising seed."""
     for seed in count():
         draw = random.Random(seed)
         nodes = [NodePlaces(name, 1) for name in "abcd"[: draw.randint(3, 4)]]
@@ -73,8 +72,7 @@ def losses() -> Iterator[Loss]:
         gone = draw.choice(before.nodes)
         left = tuple(node for node in nodes if node.name != gone)
         chosen = planner(config, left, 2, PresentPlacement(before)).topology
-        if len(chosen.kinds) == 1:
-            yield Loss(seed, before, chosen, config, fleet, left)
+        yield Loss(seed, before, chosen, config, fleet, left)
 
 
 def _run(preset: str) -> RunConfig:
@@ -89,19 +87,25 @@ def _run(preset: str) -> RunConfig:
 
 
 def alternatives(loss: Loss) -> list[Topology]:
-    """Every layout of equal replicas of what is left, on all workers or on all but one."""
-    found: dict[tuple[MeshShape, int], Topology] = {}
+    """Every layout of what is left, on all workers or on all but one."""
+    found: dict[str, Topology] = {}
     workers = len(loss.left)
-    for mesh in product(*(range(1, workers + 1) for _ in range(4))):
-        for used in range(prod(mesh), workers + 1, prod(mesh)):
-            if mesh[2] > 1 or used < workers - 1:
-                continue
-            degrees = dict(zip(("pp", "dp_shard", "cp", "tp"), mesh, strict=True))
-            layout = loss.config.layout.model_dump() | degrees | {"workers": used}
-            with suppress(ValueError, LayoutError):
-                changed = RunConfig.model_validate(loss.config.model_dump() | {"layout": layout})
-                topology = plan_layout(changed, loss.left, 2).topology
-                found[mesh, used] = topology
+    degrees = product(*(range(1, workers + 1) for _ in range(4)))
+    meshes = [mesh for mesh in degrees if prod(mesh) <= workers and mesh[2] == 1]
+    for number in range(1, workers + 1):
+        for every in combinations_with_replacement(meshes, number):
+            if workers - 1 <= sum(map(prod, every)) <= workers:
+                replicas = [
+                    dict(zip(("pp", "dp_shard", "cp", "tp"), mesh, strict=True)) for mesh in every
+                ]
+                layout = loss.config.layout.model_dump() | {"workers": 0, "replicas": replicas}
+                layout["workers"] = sum(map(prod, every))
+                with suppress(ValueError, LayoutError):
+                    changed = RunConfig.model_validate(
+                        loss.config.model_dump() | {"layout": layout}
+                    )
+                    topology = plan_layout(changed, loss.left, 2).topology
+                    found[words(topology)] = topology
     return list(found.values())
 
 
@@ -132,7 +136,10 @@ def layouts(given: argparse.Namespace) -> int:
     behind = []
     for loss in islice(losses(), given.losses):
         every = {words(topology): topology for topology in alternatives(loss)}
-        times = {name: measured(loss, topology) for name, topology in every.items()}
+        times = dict.fromkeys(every, inf)
+        for _ in range(given.rounds):
+            for name, topology in every.items():
+                times[name] = min(times[name], measured(loss, topology))
         chosen = words(loss.chosen)
         best = min(times, key=lambda name: times[name])
         behind.append(times[chosen] / times[best] - 1)
@@ -169,6 +176,7 @@ def main(words_given: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("layouts", help="seeded losses on ranks that wait")
     one.add_argument("--losses", type=int, default=LOSSES)
+    one.add_argument("--rounds", type=int, default=1, help="in turn; the least of each counts")
     one.set_defaults(run=layouts)
     other = commands.add_parser("kills", help="real kills of nodes")
     other.add_argument("--runs", type=int, default=4, help="of three kills each")

@@ -28,16 +28,21 @@ from typing import Any
 
 from tests.support.plan_brute_force import least_step, small_problem
 
+from benchmarks.runtime.turns import ROOT
+from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.errors import LayoutError
+from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.plan_cache import PlanCache, Rules
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster, NodePool
+from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.devices import load_devices
+from holdfast.plan.hardware.distance import hundredfold_gbit_s
 from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
 from holdfast.plan.placing.searched import SearchedPlanner
@@ -297,10 +302,13 @@ def baselines() -> bool:
 
 
 def wide() -> bool:
-    """A known layout and the best found, and tp = 8 inside a node and over eight nodes."""
-    problem = Problem(MODELS["175B"], Cluster(large(128)), load_devices())
-    group = ReplicaChoice(1, 16, 8, 1, 8, even_split(96, 16), ("a",), 192, ("selective",))
-    known, found = Choice((group,), 8), search(problem)
+    """The layout of `examples/175b` and the best found, and tp = 8 inside a node and over eight
+    nodes."""
+    config = load_config(ROOT / "examples/175b/run.yaml").config
+    cluster = read_cluster("128x8xA100-80")
+    problem = Problem(workload_of(config), cluster, load_devices())
+    known, found = given_choice(config, cluster.pools[0].name), search(problem)
+    [group] = known.replicas
     for name, choice in (("TP 8, PP 16, DP 8", known), ("the search", found.best.choice)):
         cost = Evaluator(problem).cost(choice)
         parts = ", ".join(f"{part} {s:.2f}" for part, s in cost.parts.items() if s >= 0.005)
@@ -313,11 +321,14 @@ def wide() -> bool:
         fullest = max(cost.groups[0].memory, key=lambda stage: stage.peak)
         print(f"  fullest rank: {fullest}")
     print("Gbit/s of a node | a block's tp collectives, over nodes against inside | complete pass")
+    size = 4096 * 12_288 * 2
+    limit = hundredfold_gbit_s(NVLINK, Link(20e-6, 1.0), size, 8, 8)
+    print(f"a ring of 8 with {size} bytes is a hundred times dearer up to {limit:.0f} Gbit/s")
     for gbit in (10, 25, 100, 400):
         sent, passes = [], []
         for node in (8, 1):
-            outside = Link(20e-6, gbit / 8 * 1e9 / node)
-            one = NodePool("a", 1024 // node, node, "A100-80", NVLINK, outside)
+            outside = Link(20e-6, gbit / 8 * 1e9 / 8)  # eight devices of a node send at once
+            one = NodePool(cluster.pools[0].name, 1024 // node, node, "A100-80", NVLINK, outside)
             evaluator = Evaluator(replace(problem, cluster=Cluster((one,))))
             times = evaluator.layer_times(known, group, 0, 1, "none")
             sent.append((times.communication or {}).get("tp", 0.0))

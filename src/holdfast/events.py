@@ -147,6 +147,21 @@ class NoticeReceived(Event, kind="notice_received"):
     source: str  # SIGTERM, notice
 
 
+class PredictedMove(Event, kind="predicted_move"):
+    """A node's workers move to other nodes, because it is likely to be lost within `seconds`."""
+
+    node: str
+    seconds: float
+    reason: str
+
+
+class PredictionFailed(Event, kind="prediction_failed"):
+    """The time of an alarm is over, and its node is still there; moved: its workers had moved."""
+
+    node: str
+    moved: bool
+
+
 class NoticesUnheard(Event, kind="notices_unheard"):
     """Whoever is asked about the end of this machine does not answer; said once until it does."""
 
@@ -276,6 +291,13 @@ class AttentionChosen(Event, kind="attention_chosen"):
 
     way: str  # blocks, varlen
     reason: str
+
+
+class AttentionKernel(Event, kind="attention_kernel"):
+    """The kernel that computes full attention in a generation. Written by rank 0."""
+
+    kernel: str  # of torch.nn.attention.SDPBackend: flash_attention, cudnn_attention, math, ...
+    device: str  # type of the device
 
 
 class FaultInjected(Event, kind="fault_injected"):
@@ -410,6 +432,12 @@ class PeerFailed(Event, kind="peer_failed"):
 
     peer: str
     reason: str
+
+
+class SparesChanged(Event, kind="spares_changed"):
+    """The coordinator has other spares than before."""
+
+    nodes: list[str]  # that have joined and have no place in the generation
 
 
 class StepPredicted(Event, kind="step_predicted"):

@@ -10,6 +10,7 @@ HOMES = {
     "Checkpoint": "holdfast.api.reading",
     "Normal": "holdfast.core.sharding.parameters",
     "Ones": "holdfast.core.sharding.parameters",
+    "PipelineTask": "holdfast.tasks.task.task",
     "RunFile": "holdfast.api.training",
     "Samples": "holdfast.tasks.task.task",
     "Task": "holdfast.tasks.task.task",

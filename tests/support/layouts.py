@@ -92,6 +92,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "2bw": {"layout__schedule": "pipedream-2bw"},
     "pipemare": {"layout__schedule": "pipemare"},
     "gathered": {"layout__exchange": "gathered"},
+    "shared": {"cluster__workers_per_device": 2},
     **RECOMPUTE,
     "compiled": {"train__compile": True},
     "untied": {"model__tied_embeddings": False},

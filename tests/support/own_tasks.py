@@ -23,7 +23,7 @@ from holdfast.tasks.task.task import Task
 from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.replica_check import refuse_unequal_start
-from tests.support.layouts import case, engine_of, pieces, save_pieces
+from tests.support.layouts import case, engine_of, pieces, save_pieces, topology_of
 from tests.support.ranks import RankContext
 from tests.support.tiny_training import CPU, digest
 
@@ -56,7 +56,7 @@ def _unplanned(name: str, args: dict[str, Any] | None, train: dict[str, Any]) ->
 
 def _planned(config: RunConfig) -> dict[str, Any]:
     found = describe(config)
-    return found | {key: tuple(found[key]) for key in ("parameters", "sharding")}
+    return found | {key: tuple(found[key]) for key in ("parameters", "sharding", "positions")}
 
 
 class TaskTraining:
@@ -69,7 +69,7 @@ class TaskTraining:
         assert isinstance(batches, TaskBatches)
         batches.skips = Skips([Skip(2, 1, "a skipped one")])
         self.batches = batches
-        topology = topology_of_layout(layout)
+        topology = topology_of(case(layout), self.config)
         self.engine: StepEngine = engine_of(self.config, topology, rank, store, task=task)
         task.check_first_loss(self.engine.objective, batches, self.engine.groups)
 

@@ -100,9 +100,12 @@ class RayCluster:
 @contextmanager
 def ray_cluster(*machines: str) -> Iterator[RayCluster]:
     """Run a cluster; no process of it is left afterwards."""
-    before = {name: os.environ.get(name) for name in SETTINGS}
-    os.environ.update(SETTINGS)
     folder = tempfile.mkdtemp(prefix="hfray-", dir="/tmp")  # short: names of sockets are limited
+    # Ray writes the address into its own folder, which a machine that never ran Ray lacks.
+    settings = SETTINGS | {"RAY_TMPDIR": folder}
+    Path(folder, "ray").mkdir()
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     cluster = RayCluster(folder)
     try:
         cluster.add(*machines)

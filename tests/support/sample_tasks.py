@@ -334,6 +334,57 @@ class Heads(EncoderDecoder):
         }
 
 
+class Stack(holdfast.PipelineTask):
+    """A tagger: a class for each token, by encoder blocks that see the complete sequence. The
+    output matrix is that of the embeddings. forgets: a part that `pipeline()` leaves out."""
+
+    def __init__(self, dropout: float = 0.1, layers: int = 4, forgets: str = "") -> None:
+        self.dropout, self.layers, self.forgets = dropout, layers, forgets
+
+    def data(self) -> Sequences:
+        return Sequences()
+
+    def validation(self) -> Sequences:
+        return Sequences(9, first=SAMPLES)
+
+    def model(self) -> nn.Module:
+        return StackNet(self.dropout, self.layers)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return 8 * len(batch["tokens"])
+
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
+        after = [name for name in ("norm", "head") if name != self.forgets]
+        ends = ["embed", "places"], after
+        return holdfast.PipelineTask.Parts("encoder.blocks", *ends)
+
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        x: Tensor = model.embed(batch["tokens"][:, :-1]) + model.places
+        return F.dropout(x, self.dropout, model.training)
+
+    def block(self, block: nn.Module, x: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = block(x, src_key_padding_mask=batch["tokens"][:, :-1] == 3)
+        return out
+
+    def after(self, model: nn.Module, x: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        logits, targets = model.head(model.norm(x)), batch["tokens"][:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class StackNet(nn.Module):
+    def __init__(self, dropout: float, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, 8)
+        self.places = nn.Parameter(torch.randn(8, 8))
+        self.encoder = nn.Module()
+        self.encoder.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+
 class HeadsNet(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Runs of several nodes grow, shrink, keep to racks, and are laid out again by the search, with an
-axis across nodes."""
+"""Runs of several nodes grow, shrink and keep to racks, with an axis across nodes."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.elastic.protocol.fault_orders import FaultOrders
-from holdfast.events import GenerationStarted, SettingIgnored
-from holdfast.layout import Topology
+from holdfast.events import GenerationStarted
 from tests.support.nodes import Nodes, nodes_of, prepared
 
 STEPS = 40
@@ -67,49 +65,6 @@ def _replicas(nodes: Nodes, sizes: set[int]) -> dict[int, int]:
         replicas = event.topology["replicas"]
         found[sum(len(replica["ranks"]) for replica in replicas)] = len(replicas)
     return {size: found[size] for size in sizes if size in found}
-
-
-CLUSTER = """
-pools:
-  slow: {device: cpu, devices: 1, nodes: 4, outside: {gbit_s: 0.1, latency_us: 100}}
-"""
-
-
-def _shapes(nodes: Nodes) -> list[list[tuple[int, ...]]]:
-    """Of each generation, the meshes of its replicas."""
-    started = [event.topology for event in nodes.events(GenerationStarted)]
-    return [[r.mesh_shape for r in Topology.from_json(found).replicas] for found in started]
-
-
-@pytest.mark.slow
-def test_what_is_left_is_laid_out_by_the_search(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(CLUSTER)
-    gate = FaultOrders(tmp_path / "gate")
-    gate.prepare(10)
-    settings = ("layout.mode=auto", f"plan.cluster={cluster}", f"cluster.faults={gate.folder}")
-    with nodes_of(run_file, tmp_path / "run", *SETTINGS, *settings, "layout.workers=4") as nodes:
-        nodes.start(*"abcd")
-        nodes.wait_generation({*"abcd"})
-        nodes.wait_step(10, nodes={*"abcd"})
-        pipe = (2, 1, 1, 1)
-        assert _shapes(nodes)[-1] == [pipe, pipe], nodes.story()
-        lost = next(name for name in "dcba" if name != nodes.leader)
-        before = nodes.newest
-        nodes.kill(lost)
-        gate.open_gate(20)
-        nodes.wait_step(20, after=before)
-        assert _shapes(nodes)[-1] == [pipe], nodes.story()
-        keeps = nodes.leader
-        for name in sorted({*"abcd"} - {lost, keeps}):
-            nodes.kill(name)
-        gate.open_gate(STEPS)
-        assert nodes.end()[keeps] == 0, nodes.story()
-        assert _shapes(nodes)[-1] == [(1, 1, 1, 1)], nodes.story()
-        assert "layout.mode" not in [event.key for event in nodes.events(SettingIgnored)]
-        nodes.assert_same_run(undisturbed, 1e-10)
 
 
 RACKS = {"n1": "ra", "n2": "rb", "n3": "ra", "n4": "rb", "n5": "ra"}

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast.events import Evaluated, GenerationStarted, RunFinished
+from holdfast.events import Evaluated, GenerationStarted, RunFinished, StepDone
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support import sample_tasks
@@ -187,3 +187,33 @@ def test_a_branch_of_a_task_ends_like_its_parent(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one.names)
     refused = apart("branch", folder, "--at", "6", "--to", tmp_path / "x", "task.args.hidden=4")
     refused.refuses("task.args cannot change in a branch")
+
+
+@pytest.mark.slow
+def test_a_kill_in_a_pipeline_changes_no_bit_and_it_moves_to_one_worker(tmp_path: Path) -> None:
+    """Two stages of a tagger with dropout. Both runs have the losses of one worker to 1e-10."""
+    run_file, two = _write(tmp_path, "Stack"), ("layout.pp=2", "layout.workers=2")
+    exact = ("train.precision=float64", "checkpoint.every_steps=5", "train.schedule.steps=40")
+    folders = {name: tmp_path / name for name in ("alone", "calm", "killed")}
+    apart("train", run_file, f"folder={folders['alone']}", *exact, deadline=240).succeeds()
+    apart("train", run_file, f"folder={folders['calm']}", *exact, *two, deadline=240).succeeds()
+    changes = (f"folder={folders['killed']}", *exact, *two)
+    run_with_a_kill(folders["killed"], 12, "train", run_file, *changes)
+    assert_same_bits(folders["calm"], folders["killed"], STEPS)
+    losses = {name: _all_losses(folder) for name, folder in folders.items()}
+    assert losses["killed"] == losses["calm"]
+    assert list(losses["calm"].values()) == pytest.approx([*losses["alone"].values()], rel=1e-10)
+    more = ("train.steps=45", "layout.workers=1")
+    for name in ("alone", "killed"):
+        apart("train", run_file, f"folder={folders[name]}", *exact, *more).succeeds()
+    one, other = (_all_losses(folders[name]) for name in ("alone", "killed"))
+    assert list(other.values()) == pytest.approx(list(one.values()), rel=1e-10)
+
+
+def _all_losses(folder: Path) -> dict[int, float]:
+    """Of all steps. A step that was done twice has the same bits."""
+    found: dict[int, float] = {}
+    for record in read_journal(FolderStore(folder)):
+        if isinstance(record.event, StepDone):
+            assert found.setdefault(record.event.step, record.event.loss) == record.event.loss
+    return found

@@ -1,4 +1,5 @@
-"""`cluster.prediction` on real processes: an alarm leads to a copy of this node's part alone.
+"""`cluster.prediction` on real processes: an alarm leads to a copy of this node's part alone, or,
+if a spare can take its workers, to a planned move.
 
 Nothing else is saved durably or sent to a peer. A false alarm changes nothing else; after a true
 one the rest continues from its own memory and the copy.
@@ -12,17 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import (
     CheckpointRestored,
     GenerationStarted,
     NoticeReceived,
+    PredictedMove,
+    PredictionFailed,
     RestorePointFound,
     SnapshotKept,
     StepDone,
 )
 from holdfast.policy.prediction.models import BaseRateModel
 from holdfast.policy.prediction.predictor import FittedModels, ModelVerdict
-from tests.support.nodes import nodes_of
+from tests.support.commands import apart, within
+from tests.support.nodes import Nodes, nodes_of
+from tests.support.ranks import DEADLINE_S
 
 SETTINGS = (
     "train.steps=100000",
@@ -87,3 +93,45 @@ def test_an_alarm_copies_the_part_of_its_node(
         for agent in nodes.agents.values():
             agent.terminate()
         assert set(nodes.end().values()) == {0}, nodes.story()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_true", [False, True])
+def test_an_alarm_moves_the_workers_of_its_node_to_a_spare(
+    run_file: Path, tmp_path: Path, is_true: bool
+) -> None:
+    """Before b is lost, c has taken its worker: no step is done twice, and all bits are equal."""
+    short = (*SETTINGS, "train.steps=40")
+    whole = Nodes(run_file, tmp_path / "whole")
+    apart("train", run_file, f"folder={whole.folder}", *short, deadline=DEADLINE_S).succeeds()
+    model = fit_file(tmp_path / "model.json", 600.0 if is_true else 5.0)
+    gate = FaultOrders(tmp_path / "gate")
+    gate.prepare(10)
+    settings = (*short, f"cluster.faults={gate.folder}")
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
+        nodes.start("a")
+        nodes.wait_until(lambda: nodes.leader == "a", "a does not lead")
+        nodes.start("b", settings=(f"cluster.prediction={model}",))
+        nodes.wait_step(10, nodes={"a", "b"})
+        nodes.start("c")
+        nodes.wait_generation({"a", "c"})
+        if is_true:
+            nodes.kill("b")
+        else:
+            nodes.wait_until(
+                lambda: any(e.moved for e in nodes.events(PredictionFailed)), "no end of it"
+            )
+        gate.open_gate(40)
+        ended = nodes.end()
+        assert set(ended.values()) == {0}, nodes.story()
+        assert [e.node for e in nodes.events(PredictedMove)] == ["b"]
+        started = nodes.events(GenerationStarted)
+        assert [set(e.topology["nodes"]) for e in started] == [{"a", "b"}, {"a", "c"}]
+        steps = [e.step for e in nodes.events(StepDone)]
+        assert sorted(steps) == sorted(set(steps)) == list(range(1, 41)), "a step was repeated"
+        nodes.assert_same_run(whole.losses())
+        false = [e.node for e in nodes.events(PredictionFailed) if e.moved]
+        assert false == ([] if is_true else ["b"]), "one alarm cost one move"
+        said = within("report", nodes.outside).succeeds().err
+        assert "predictions: 1 planned move" in said
+        assert ("0 false alarms" in said) is is_true

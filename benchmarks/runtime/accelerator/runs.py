@@ -205,7 +205,7 @@ def compared(
     for way in ways:
         found = compare_runs(folders[way], folders["alone"], steps, 0.0)
         wrong = found.curve or found.ledger or found.tensors
-        figures[way] = {"equal": found.is_equal, "differs": wrong, **_recovery(folders[way])}
+        figures[way] = {"equal": found.is_equal, "differs": wrong, **recovery(folders[way])}
         source = "+".join(figures[way]["restored_from"]) or "nowhere"
         after = figures[way]["again_after_s"]
         sentences.append(f"{way}: {wrong or 'same bits'} (from {source}, {after:.1f} s)")
@@ -270,7 +270,7 @@ def own_code(settings: Settings) -> RowResult:
     return RowResult("; ".join(sentences), figures, passed)
 
 
-def _recovery(folder: Path) -> dict[str, Any]:
+def recovery(folder: Path) -> dict[str, Any]:
     """The source of the state at the newest restart. Seconds from the last step before it to the
     first one after it, and to what happened between them."""
     records = read_events(folder)

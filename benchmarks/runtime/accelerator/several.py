@@ -66,7 +66,7 @@ def links(settings: Settings) -> RowResult:
     return RowResult(f"{count} devices; links {' '.join(kinds) or 'unknown'}", {"matrix": matrix})
 
 
-def _make(settings: Settings, *changes: str) -> tuple[Command, int]:
+def float64_run(settings: Settings, *changes: str) -> tuple[Command, int]:
     """The command that trains in a folder, and its steps. A microbatch can be cut for all devices,
     and each replica gets one."""
     samples = lcm(2, settings.workers)
@@ -86,7 +86,7 @@ def _make(settings: Settings, *changes: str) -> tuple[Command, int]:
 
 def alone(settings: Settings) -> RowResult:
     """One worker: what the layouts are compared with."""
-    make, _ = _make(settings, "layout.workers=1")
+    make, _ = float64_run(settings, "layout.workers=1")
     disturbed(make, settings.scratch / "alone", "alone", 0, LIMIT_S)
     return RowResult(f"{_steps_per_second(settings.scratch / 'alone'):.1f} steps/s")
 
@@ -95,7 +95,7 @@ def parity(settings: Settings, layout: NodeLayout) -> RowResult:
     """A layout, undisturbed, against one worker: losses, ledger and weights."""
     if layout.workers(settings.workers) < 2:
         return RowResult(f"not run: it needs {max(2, layout.multiple)} devices")
-    make, steps = _make(settings, *layout.settings(settings.workers))
+    make, steps = float64_run(settings, *layout.settings(settings.workers))
     folder = settings.scratch / layout.name
     disturbed(make, folder, "alone", 0, LIMIT_S)
     return _compared(settings, folder, layout.exact, steps)
@@ -105,7 +105,7 @@ def killed(settings: Settings, layout: NodeLayout) -> RowResult:
     """The same, with one worker killed in the middle: it is replaced, and the end is the same."""
     if layout.workers(settings.workers) < 2:
         return RowResult(f"not run: it needs {max(2, layout.multiple)} devices")
-    make, steps = _make(settings, *layout.settings(settings.workers))
+    make, steps = float64_run(settings, *layout.settings(settings.workers))
     folder = settings.scratch / f"{layout.name}-killed"
     disturbed(make, folder, "killed", steps // 2, LIMIT_S)
     return _compared(settings, folder, layout.exact, steps)

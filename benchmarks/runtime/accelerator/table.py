@@ -109,7 +109,10 @@ class Suite:
             given.result.write_text(json.dumps(told))
             return 0
         devices = len(detect_hardware().accelerators)
-        device = given.device or ("cuda" if devices else "cpu")
+        device, quick = given.device or ("cuda" if devices else "cpu"), given.quick
+        if not given.device and not devices and not self.is_for_several:
+            print("no card: on the CPU, at tiny sizes")
+            quick = True
         needed = 2 if self.is_for_several else 1
         if device != "cpu" and devices < max(needed, given.workers):
             print(
@@ -120,7 +123,7 @@ class Suite:
         workers = given.workers or (devices if device != "cpu" else 4) * self.is_for_several or 1
         wanted = self.wanted(device, given.only or (), given.skip)
         with tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as scratch:
-            settings = Settings(device, given.quick, Path(scratch), workers)
+            settings = Settings(device, quick, Path(scratch), workers)
             return self._run_table(wanted, settings, given.out, given.seconds)
 
     def _parser(self) -> argparse.ArgumentParser:

@@ -18,8 +18,10 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ class WaitingLayer:
     sums: int
     sum_bytes: float
     gradient_bytes: float
+    bucket_bytes: float  # of the gradients, as all ranks that share them count
     weight_bytes: float
 
 
@@ -178,38 +181,80 @@ def ring(
         clock.meet(line.receive(f"{name}/{turn}"))
 
 
+def replicas_of(given: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """The first rank and the kind of each replica."""
+    found, first = [], 0
+    for kind in given["kinds"]:
+        for _ in range(kind["replicas"]):
+            found.append((first, kind))
+            first += prod(kind["mesh"])
+    return found
+
+
+def numbers(kind: dict[str, Any], stage: int) -> range:
+    """The layers of a stage, counted from the embedding."""
+    before = sum(map(len, kind["stages"][:stage]))
+    return range(before, before + len(kind["stages"][stage]))
+
+
 class WaitingRank:
     """A rank of one layout."""
 
     def __init__(self, given: dict[str, Any], rank: int, line: Line):
         self.given, self.line, self.device = given, line, Clock()
-        mesh = given["mesh"]
-        self.size = mesh[0] * mesh[1] * mesh[2] * mesh[3]
-        self.replica, within = divmod(rank, self.size)
-        self.at = coordinates_of(within, mesh)
-        pp, _, _, _ = mesh
+        every = replicas_of(given)
+        self.replica = max(i for i, (first, _) in enumerate(every) if first <= rank)
+        self.first, kind = every[self.replica]
+        self.kind, self.mesh = kind, kind["mesh"]
+        self.at = coordinates_of(rank - self.first, self.mesh)
+        pp, self.microbatches = self.mesh[0], kind["microbatches"]
         self.schedule: Schedule = build_schedule(
-            given["schedule"], pp, given["microbatches"], given["virtual"]
+            given["schedule"], pp, self.microbatches, given["virtual"]
         )
-        self.layers = [[WaitingLayer(**each) for each in stage] for stage in given["stages"]]
+        self.layers = [[WaitingLayer(**each) for each in stage] for stage in kind["stages"]]
         self.tp, self.shards = self._along(3), self._along(1)
-        replicas = given["replicas"]
-        self.replicas = [index * self.size + within for index in range(replicas)]
+        self.rings = [
+            [self._rings(every, number) for number in numbers(kind, stage)]
+            for stage in range(len(self.layers))
+        ]
         self.sums, self.gathers = Engine(line), Engine(line)
-        self.microbatches = given["microbatches"]
 
     def _along(self, axis: int) -> list[int]:
         """The ranks that differ from this one on one axis only."""
-        mesh, at = self.given["mesh"], list(self.at)
+        at = list(self.at)
         found = []
-        for index in range(mesh[axis]):
+        for index in range(self.mesh[axis]):
             at[axis] = index
-            found.append(self.replica * self.size + index_of(at, mesh))
+            found.append(self.first + index_of(at, self.mesh))
         return found
 
     def _rank_of(self, stage: int) -> int:
         at = (self.schedule.rank_of[stage], *self.at[1:])
-        return self.replica * self.size + index_of(at, self.given["mesh"])
+        return self.first + index_of(at, self.mesh)
+
+    def _rings(
+        self, every: Sequence[tuple[int, dict[str, Any]]], layer: int
+    ) -> dict[tuple[int, ...], float]:
+        """The ranks that share the gradients of a layer with this one, with the share of this
+        rank's gradients that they have in common."""
+        pieces = lcm(*(kind["mesh"][1] * kind["mesh"][3] for _, kind in every))
+        groups = Counter(
+            tuple(self._holder(first, kind, layer, piece / pieces) for first, kind in every)
+            for piece in range(pieces)
+        )
+        own = {group: n for group, n in groups.items() if self.line.rank in group}
+        return {group: number / sum(own.values()) for group, number in own.items()}
+
+    def _holder(self, first: int, kind: dict[str, Any], layer: int, part: float) -> int:
+        """The rank of a replica that has a part of a layer, by where the part begins: 0 to 1."""
+        mesh, given = kind["mesh"], self.given
+        number = next(i for i, _ in enumerate(kind["stages"]) if layer in numbers(kind, i))
+        schedule = build_schedule(
+            given["schedule"], mesh[0], kind["microbatches"], given["virtual"]
+        )
+        shard, tp = divmod(int(part * mesh[1] * mesh[3] + 1e-9), mesh[3])
+        at = (schedule.rank_of[number], shard, self.at[2], tp)
+        return first + int(index_of(at, mesh))
 
     def step(self, number: int, begin: float) -> float:
         """Run a step; its seconds on this rank."""
@@ -217,7 +262,8 @@ class WaitingRank:
         self.device.wait(0.0)
         self.done = dict.fromkeys(range(len(self.layers)), 0)
         self.waited: list[tuple[Engine, str]] = []
-        self.bucket = 0.0
+        self.bucket, self.counted, self.number = 0.0, 0.0, number
+        self.exchanges_with = Counter[tuple[int, ...]]()
         for cell in self.schedule.actions[self.at[0]]:
             for action in actions_of(cell):
                 self._run(number, action)
@@ -254,7 +300,7 @@ class WaitingRank:
     def _give(self, tag: str, target: int | bool) -> None:
         if target is not False and (peer := self._rank_of(int(target))) != self.line.rank:
             tag = f"{tag}/{self.at[1:]}/{self.replica}"
-            self.line.send(self.device.at, peer, tag, self.given["send_bytes"])
+            self.line.send(self.device.at, peer, tag, self.kind["send_bytes"])
 
     def _pass(self, name: str, stage: int, layers: Sequence[WaitingLayer], kind: str) -> None:
         """kind: forward, or the letter of a backward: B, I or W."""
@@ -276,7 +322,9 @@ class WaitingRank:
                     ring(self.line, self.device, tag, self.tp, layer.sum_bytes, False)
             if ends:
                 is_last = self.done[stage] == self.microbatches
-                self._reduce(name, at, layer, is_last, at + 1 == len(layers))
+                rings = self.rings[stage][::-1]
+                is_end = at + 1 == len(layers) or rings[at + 1] != rings[at]
+                self._reduce(f"{name}/{at}", layer, rings[at], is_last, is_end)
 
     def _ask(self, name: str, at: int, layer: WaitingLayer) -> None:
         tag = f"{name}/{at}/{self.shards[0]}"
@@ -286,22 +334,33 @@ class WaitingRank:
         if at == 0:
             self._ask(name, at, layer)
 
-    def _reduce(self, name: str, at: int, layer: WaitingLayer, is_last: bool, is_end: bool) -> None:
+    def _reduce(
+        self,
+        name: str,
+        layer: WaitingLayer,
+        rings: dict[tuple[int, ...], float],
+        is_last: bool,
+        is_end: bool,
+    ) -> None:
         """Sums of gradients: over shards, then over replicas. A bucket of them leaves when it is
-        full, or with the last layer of a stage."""
+        full, or with the last layer that the same ranks have."""
         cut, is_cut = len(self.shards), self.given["zero"] == 3
         if cut > 1 and is_cut:
-            self._sum(f"{name}/{at}/s/{self.shards[0]}", self.shards, layer.gradient_bytes, False)
+            self._sum(f"{name}/s/{self.shards[0]}", self.shards, layer.gradient_bytes, False)
         if not is_last:
             return
         self.bucket += layer.gradient_bytes
-        if self.bucket < self.given["bucket_bytes"] and not is_end:
+        self.counted += layer.bucket_bytes
+        if self.counted < self.given["bucket_bytes"] and not is_end:
             return
-        size, self.bucket = self.bucket, 0.0
+        size, self.bucket, self.counted = self.bucket, 0.0, 0.0
         if cut > 1 and not is_cut:
-            self._sum(f"{name}/{at}/s/{self.shards[0]}", self.shards, size, False)
-        if len(self.replicas) > 1:
-            self._sum(f"{name}/{at}/r/{self.replicas[0]}", self.replicas, size / cut, True)
+            self._sum(f"{name}/s/{self.shards[0]}", self.shards, size, False)
+        for group, share in rings.items():
+            if len(group) > 1:
+                name = f"{self.number}/r/{group}/{self.exchanges_with[group]}"
+                self.exchanges_with[group] += 1
+                self._sum(name, group, share * size / cut, True)
 
     def _sum(self, name: str, group: Sequence[int], size: float, both: bool) -> None:
         self.sums.start(self.device.at, name, group, size, both)
@@ -310,8 +369,8 @@ class WaitingRank:
 
 def main(file: str, number: str) -> None:
     given, rank = json.loads(Path(file).read_text()), int(number)
-    ranks = given["replicas"] * given["mesh"][0] * given["mesh"][1] * given["mesh"][2]
-    ranks *= given["mesh"][3]
+    first, last = replicas_of(given)[-1]
+    ranks = first + prod(last["mesh"])
     line = Line(Path(file).parent, rank, ranks, given["per_node"], given["links"])
     runner = WaitingRank(given, rank, line)
     for step in range(given["steps"]):

@@ -140,14 +140,9 @@ def step_seconds(case: WaitingCase, steps: int = STEPS) -> float:
 
 
 def _given(case: WaitingCase, steps: int) -> dict[str, Any]:
-    problem, choice, group = case.problem, case.choice, case.choice.replicas[0]
-    workload = problem.workload
-    tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
-    width = workload.layers[0].width
-    pool = case.pool
+    problem, choice, pool = case.problem, case.choice, case.pool
     return {
-        "mesh": group.mesh_shape,
-        "replicas": group.dp_replicate,
+        "kinds": [_kind(case, group) for group in choice.replicas],
         "per_node": pool.devices,
         "links": {
             "inside": (pool.inside.latency_s, pool.inside.bandwidth),
@@ -155,18 +150,29 @@ def _given(case: WaitingCase, steps: int) -> dict[str, Any]:
         },
         "schedule": choice.schedule,
         "virtual": choice.virtual,
-        "microbatches": group.microbatches,
         "zero": choice.zero,
         "bucket_bytes": problem.bucket_bytes,
-        "stages": [[_layer(case, layer) for layer in stage] for stage in _stages(case)],
-        "send_bytes": tokens * width * workload.item / group.tp,
         "update_s": case.predicted().parts.get("update", 0.0),
         "steps": steps,
     }
 
 
-def _stages(case: WaitingCase) -> list[Sequence[Layer]]:
-    workload, group = case.problem.workload, case.choice.replicas[0]
+def _kind(case: WaitingCase, group: ReplicaChoice) -> dict[str, Any]:
+    """Like replicas of the layout."""
+    workload = case.problem.workload
+    tokens = case.choice.microbatch * workload.sequence / group.dp_shard / group.cp
+    stages = _stages(case, group)
+    return {
+        "mesh": group.mesh_shape,
+        "replicas": group.dp_replicate,
+        "microbatches": group.microbatches,
+        "stages": [[_layer(case, group, layer) for layer in stage] for stage in stages],
+        "send_bytes": tokens * workload.layers[0].width * workload.item / group.tp,
+    }
+
+
+def _stages(case: WaitingCase, group: ReplicaChoice) -> list[Sequence[Layer]]:
+    workload = case.problem.workload
     if group.pp == 1:
         return [workload.layers]
     found: list[list[Layer]] = []
@@ -179,9 +185,9 @@ def _stages(case: WaitingCase) -> list[Sequence[Layer]]:
     return list(found)
 
 
-def _layer(case: WaitingCase, layer: Layer) -> dict[str, float]:
+def _layer(case: WaitingCase, group: ReplicaChoice, layer: Layer) -> dict[str, float]:
     """Computing alone, and the bytes of each message."""
-    choice, group = case.choice, case.choice.replicas[0]
+    choice = case.choice
     workload, state = case.problem.workload, case.problem.workload.state
     tokens = choice.microbatch * workload.sequence / group.dp_shard / group.cp
     part = Part(tokens, workload.sequence, group.tp, group.cp)
@@ -190,6 +196,7 @@ def _layer(case: WaitingCase, layer: Layer) -> dict[str, float]:
     times = shapes.of(layer, part, waiting_device(), links)
     sent = sum((times.communication or {}).values()) / 2
     own = layer_parameters(layer, group.tp, 1)
+    most = max(each.tp for each in choice.replicas)
     return {
         "forward": times.forward - sent,
         "inputs": times.inputs - sent,
@@ -197,6 +204,7 @@ def _layer(case: WaitingCase, layer: Layer) -> dict[str, float]:
         "sums": layer.reductions,
         "sum_bytes": tokens * layer.width * workload.item,
         "gradient_bytes": own * state.gradients,
+        "bucket_bytes": layer_parameters(layer, most, 1) * state.gradients,
         "weight_bytes": own * state.weights,
     }
 

@@ -14,6 +14,7 @@ from holdfast.api.views import RunViews
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError
 from holdfast.launch import local
+from holdfast.launch.node.addresses import refuse_foreign_address
 from holdfast.launch.node.trackers import refuse_missing_trackers
 from holdfast.launch.ranks.launchers import LauncherPlace
 from holdfast.launch.ranks.local_ranks import as_one_node
@@ -91,6 +92,7 @@ def start(
         with crash_log_in(folder):
             watch = HolderWatch(folder, say)
             refuse_missing_trackers(loaded)
+            refuse_foreign_address(loaded.config.cluster)
             started = Start(loaded, facts, folder, watch, SCREEN, fresh, yes)
             begun = begin_run(started)
             code = 0
@@ -109,6 +111,7 @@ def start(
                 begun.loaded,
                 observers=views.observers,
                 render_metrics=views.render_metrics,
+                seen_progress=views.seen_progress,
                 say=views.say,
                 say_last=views.say_last,
                 dataset_version=version,

@@ -54,7 +54,7 @@ class RunViews:
         flops = run_flops_per_token(config)
         metrics = RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
-        self.render_metrics = metrics.render
+        self.render_metrics, self.seen_progress = metrics.render, metrics.newest_steps
         if is_accelerator(config.device):
             devices = DeviceMetrics(config.name)
             self.render_metrics = lambda: metrics.render() + devices.render()

@@ -42,8 +42,7 @@ from holdfast.wire.store.location import open_store, probe_store
 from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.store.run_store import RunStore
 
-app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
-
+app = make_app("List, show, verify, compare, copy, keep, remove and import checkpoints.")
 
 MAX_BOXES_NAMED = 3  # of a tensor, in the table of `show`; --json names them all
 
@@ -56,9 +55,8 @@ def list_(run: RunArgument, json: Json = False) -> None:
     Example:
       holdfast checkpoint list runs/quickstart
     """
-
     found = open_run(run)
-    rows, described = [], []
+    rows, described, kept = [], [], retention.kept_steps(found.store)
     for key in list_commits(found.store):
         try:
             row = describe_checkpoint(found.store, key)
@@ -68,7 +66,10 @@ def list_(run: RunArgument, json: Json = False) -> None:
             row = {"key": key, "problem": str(error)}
             rows.append(("?", "?", "?", str(error)))
         else:
-            rows.append((row["step"], row["generation"], format_bytes(row["bytes"]), key))
+            row["kept"] = row["step"] in kept
+            mark = " (kept)" if row["kept"] else ""
+            size = format_bytes(row["bytes"])
+            rows.append((f"{row['step']}{mark}", row["generation"], size, key))
         described.append(row)
     if json:
         print_json(described)
@@ -94,7 +95,6 @@ def show(
       holdfast checkpoint show runs/quickstart
       holdfast checkpoint show runs/quickstart 100 --json
     """
-
     found = open_run(run)
     with explain_read_errors(found.folder):
         key = find_commit_key(found.store, step)
@@ -167,7 +167,6 @@ def verify(
       holdfast checkpoint verify runs/quickstart
       holdfast checkpoint verify runs/quickstart newest
     """
-
     found = open_run(run)
     if step is None:
         keys = list_commits(found.store)
@@ -208,7 +207,6 @@ def diff(
       holdfast checkpoint diff runs/a@100 runs/a@200
       holdfast checkpoint diff runs/a runs/b
     """
-
     (a, run), (b, other) = _named(first), _named(second)
     here, there = explain_read_errors(run.folder), explain_read_errors(other.folder)
     with here, there, StageProgress() as progress:
@@ -233,7 +231,6 @@ def diff(
 
 def _named(argument: str) -> tuple[Checkpoint, Run]:
     """The checkpoint that RUN@STEP names, and its run."""
-
     run, at, step = argument.rpartition("@")
     if not at or not (step == NEWEST_PATH or step.isdecimal()):
         run, step = argument, NEWEST_PATH  # an @ in a folder's name
@@ -278,7 +275,6 @@ def copy(
       holdfast checkpoint copy runs/quickstart --to /backup/quickstart
       holdfast checkpoint copy runs/quickstart 100 --to s3://bucket/quickstart
     """
-
     found = open_run(run)
     target = _location(to, found.folder)
     with explain_read_errors(found.folder), StageProgress() as progress:
@@ -308,7 +304,6 @@ def copy(
 
 def _location(to: str, source: Path) -> RunStore:
     """The run store that a location names. Raises CheckpointError for what cannot be one."""
-
     if "://" in to:
         store = open_store(to)
         probe_store(store, to.partition("?")[0])
@@ -348,7 +343,6 @@ def prune(
       holdfast checkpoint prune runs/quickstart --keep-last 1 --dry-run
       holdfast checkpoint prune runs/quickstart --keep-last 2 --keep-every 1000
     """
-
     found = open_run(run)
     refuse_in_use(found.folder, HolderWatch(found.folder, say))
     rejected: dict[str, str] = {}
@@ -376,8 +370,26 @@ def prune(
     say(f"{len(gone)} checkpoints {verb}, {len(kept)} kept")
 
 
-def _row(store: RunStore, key: str) -> tuple[str, ...]:
+@app.command()
+def keep(
+    checkpoint: Annotated[str, typer.Argument(metavar="RUN@STEP", help="the checkpoint")],
+    release: Annotated[
+        bool, typer.Option("--release", help="leave it to the rules of retention again")
+    ] = False,
+) -> None:
+    """Keep one checkpoint, whatever the rules of retention say. The run may be training.
 
+    \b
+    Example:
+      holdfast checkpoint keep runs/quickstart@200
+    """
+    found, run = _named(checkpoint)
+    step = found.commit.step
+    (retention.release_step if release else retention.keep_step)(run.store, step)
+    say(f"step {step} is {'left to checkpoint.keep_last again' if release else 'kept'}")
+
+
+def _row(store: RunStore, key: str) -> tuple[str, ...]:
     try:
         found = describe_checkpoint(store, key)
     except HoldfastError:

@@ -55,7 +55,6 @@ def prepare(
       holdfast data prepare run.yaml data.processes=8
       holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
-
     pool = _pool(on, address)
     with StageProgress() as progress:
         dataset = make(
@@ -83,7 +82,6 @@ def inspect(
     Example:
       holdfast data inspect run.yaml --position 1000
     """
-
     config = _decoder_config(run_file, overrides, "data inspect")
     dataset = _prepared(config, run_file, overrides or [])
     batches = Batches(dataset, config.data, config.train, config.seed)
@@ -122,7 +120,6 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
     Example:
       holdfast data verify run.yaml
     """
-
     given = overrides or []
     config = _decoder_config(run_file, given, "data verify")
     version, problems = "", list[str]()
@@ -206,12 +203,10 @@ def _pool(on: str, address: str) -> MakePool:
 
 
 def _is_prepared(config: RunConfig) -> bool:
-
     return dataset_exists(config.data.folder, config.data)
 
 
 def _prepared(config: RunConfig, run_file: Path, overrides: Sequence[str]) -> Dataset:
-
     if not _is_prepared(config):
         raise DataError(
             "there is no prepared dataset",
@@ -294,7 +289,6 @@ def audit_run(found: Run, last_step: int | None = None) -> RunAudit:
 def audit_parents(found: Run) -> dict[str, RunAudit]:
     """Audit the runs that a branch continues, each up to the step that was branched from. The key
     is the run's folder; the nearest parent comes first."""
-
     audits: dict[str, RunAudit] = {}
     run: Run | None = found
     while run is not None and (event := branch_event(read_journal(run.store))) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -10,8 +11,10 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
+from holdfast.errors import StoreError
 from holdfast.launch.owners.owner import NodeState, OwnedJob, open_owner
 from holdfast.launch.run.bucket_run import place_word
+from holdfast.launch.run.launch_claim import release_claim
 from holdfast.launch.run.runs import folder_with_job
 from holdfast.show.output import say
 
@@ -33,7 +36,6 @@ def down(
     Example:
       holdfast down runs/my-run
     """
-
     folder = folder_with_job(run)
     job = OwnedJob.read(folder)
     owner = open_owner(job.owner)
@@ -49,6 +51,8 @@ def down(
         for each in owner.status(job):
             if each.state is NodeState.LOST:
                 say(f"node {each.node} is lost, and its agent may still be at work ({each.detail})")
+        with suppress(StoreError):  # a claim on a bucket that is away ends by its age
+            release_claim(folder)
         say(f"no node of job {job.job} is left; the same 'holdfast launch' again resumes the run")
     else:
         place = place_word(folder)

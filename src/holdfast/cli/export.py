@@ -116,7 +116,6 @@ def export(
 
 def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:
     """-> (step, whether there was a tokenizer)"""
-
     tokenizer = found.dataset_files / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
     checkpoint, _ = with_checkpoint(
@@ -135,7 +134,6 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
 
 
 def _dcp(found: Run, to: Path, step: int | None, names: str) -> int:
-
     checkpoint, _ = with_checkpoint(
         found, step, lambda chosen: write_dcp_folder(to, found, chosen, names), say
     )

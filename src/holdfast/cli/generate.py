@@ -51,7 +51,6 @@ def generate(
       holdfast generate runs/tuned "Which colour is the sky?" --chat
       holdfast generate exported-model "import os"
     """
-
     how = Sampling(tokens, temperature, top_p, seed)
     about: dict[str, int | str]
     if (run / CONFIG).is_file() and not (run / RESOLVED_FILE).exists():

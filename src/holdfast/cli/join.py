@@ -21,6 +21,7 @@ from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import RunFolderError
 from holdfast.launch import local
+from holdfast.launch.node.addresses import refuse_foreign_address
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.node_place import MACHINE_KEYS, by_place
 from holdfast.launch.node.trackers import refuse_missing_trackers
@@ -101,6 +102,7 @@ def join(
     if _is_finished(folder, loaded):
         return 0
     refuse_unfit_machine(loaded, machine)
+    refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
     loaded, version = _with_data(loaded, stored, folder)
     with (
@@ -112,6 +114,7 @@ def join(
             loaded,
             observers=views.observers,
             render_metrics=views.render_metrics,
+            seen_progress=views.seen_progress,
             say=views.say,
             say_last=views.say_last,
             dataset_version=version,
@@ -137,7 +140,6 @@ def _with_data(
     """The configuration with this node's own reading of the task, and the version of the data.
 
     Raises UserError, also where this node has another source of the task."""
-
     before, modules = loaded, loaded.config.task.folder
     loaded = loaded.with_values(describe_named_in(loaded, modules))
     if loaded.config.task.name:
@@ -158,11 +160,16 @@ def _with_data(
     return loaded, dataset_version_in(folder, dataset)
 
 
+OF_ALL_NODES = ("cluster.workers_per_device", "cluster.backend")
+"""Keys of `cluster` that decide by which library ranks of different nodes meet."""
+
+
 def _own(overrides: list[str]) -> list[str]:
     """Raises RunFolderError for a setting of the entire run: all nodes have to agree on it."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith("cluster.") and key not in (
+        is_own = key.startswith("cluster.") and key not in OF_ALL_NODES
+        if not is_own and key not in (
             "device",
             "data.cache",
             "data.cache_gb",
@@ -176,6 +183,6 @@ def _own(overrides: list[str]) -> list[str]:
             raise RunFolderError(
                 f"{key} belongs to the run, and cannot differ for one node",
                 where=override,
-                remedy="give cluster.* or device here, and the rest to holdfast train",
+                remedy="give this key to holdfast train, and only keys of this node here",
             )
     return overrides

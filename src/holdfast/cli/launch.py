@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +14,9 @@ from holdfast.api.early_end import early_signals_answered
 from holdfast.api.start import SCREEN
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Fresh, Overrides, RunFile, Yes
+from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.load import LoadedConfig, load_config
+from holdfast.config.run import RunConfig
 from holdfast.config.sections.cluster import AUTO
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import RunFolderError
@@ -28,6 +31,7 @@ from holdfast.launch.owners.owner import (
 )
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.launch_claim import claim_launch
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.start.begin import Start, begin_run
 from holdfast.launch.start.facts import Facts
@@ -101,11 +105,18 @@ def launch(
                 "spares until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for "
                 "more"
             )
+        if running is not None and (changed := _changed_settings(stored, begun.loaded.config)):
+            say(
+                "the nodes at work keep the settings that they began with; for nodes that start "
+                f"later: {', '.join(changed)}"
+            )
         open_secret(folder, say=say)
         with (folder / "launch.lock").open("a") as one_at_a_time:
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             if running is None:  # another 'launch' may have come first
                 running = _running_job(folder, loaded.config.launch, fresh=False)
+            if running is None:
+                claim_launch(folder, loaded.config.launch.on, watch)
             job = _submit(running, launch_request(begun.loaded, folder))
             job.write(folder)
     if json:
@@ -134,6 +145,19 @@ def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
     return job
 
 
+def _changed_settings(stored: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return the settings that differ from those of the run's description, as KEY=VALUE."""
+    before = dict(leaves(stored.get("config", {})))
+    after = dict(leaves(config.model_dump(mode="json")))
+    return [
+        f"{key}={value}"
+        for key, value in after.items()
+        if before.get(key, value) != value
+        and not key.startswith("launch.")
+        and key not in ("layout.workers", "cluster.places")
+    ]
+
+
 def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
     """Fill in the places of a node and the number of workers, if the run file leaves them open.
 
@@ -157,7 +181,6 @@ def for_all_nodes(loaded: LoadedConfig, devices: int = 0) -> LoadedConfig:
 
 
 def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
-
     config = loaded.config
     cluster, checkpoint = config.cluster, config.checkpoint
     values = (cluster.interface, cluster.gloo_interface, checkpoint.peer_interface)
@@ -176,7 +199,6 @@ def launch_request(loaded: LoadedConfig, folder: Path) -> LaunchRequest:
 
 def _running_job(folder: Path, wanted: LaunchConfig, *, fresh: bool) -> OwnedJob | None:
     """Return the job of this run that has nodes. Raises RunFolderError if it must end first."""
-
     if not (folder / JOB_FILE).exists():
         return None
     job = OwnedJob.read(folder)

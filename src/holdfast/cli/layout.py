@@ -53,7 +53,6 @@ TIME_BOUNDS = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay 
 app = make_app("Show how a model is spread over workers, before anything starts.")
 app.command()(layout_distance.distance)
 
-
 Weighted = tuple[Schedule, tuple[float, ...]]
 """A table to draw, and the share of every stage in the model's time (mean 1)."""
 
@@ -190,7 +189,6 @@ def _schedule_of_run(
     path: Path, overrides: list[str], name: str | None, count: int | None, which: int
 ) -> Weighted:
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
-
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]
     loaded = load_config(path, overrides)

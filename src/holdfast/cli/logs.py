@@ -33,7 +33,6 @@ def logs(
       holdfast logs runs/my-run --node node-0
       holdfast logs runs/my-run --follow
     """
-
     job = OwnedJob.read(folder_with_job(run))
     owner = open_owner(job.owner)
     try:

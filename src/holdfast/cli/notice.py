@@ -47,7 +47,6 @@ def notice(
     Example:
       holdfast notice runs/quickstart --seconds 30 --leave
     """
-
     if not 0 < seconds < 1e6:
         raise UserError(
             f"a notice of {seconds:g} seconds makes no sense",
@@ -86,7 +85,6 @@ def _post(found: Run, notice: Notice) -> EmergencyReply | UnknownNodeReply:
 
     Raises RunFolderError if the agent cannot be reached, or takes no notice now.
     """
-
     _, holder = newest_term(found.store)
     secret = secret_of(holder, open_secret(found.folder))
     client = Client(str((holder or {}).get("address", "")), secret)

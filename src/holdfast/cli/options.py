@@ -19,7 +19,6 @@ JournalJson = Annotated[
     bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
 ]
 
-
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 RunFile = Annotated[Path, typer.Argument(help="the run file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ...")]

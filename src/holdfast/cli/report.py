@@ -39,7 +39,6 @@ from holdfast.wire.store.run_store import SIMULATED_FILE
 
 app = make_app("Write one HTML page about a run.")
 
-
 Compared = Annotated[
     Path | None,
     typer.Option(parser=run_path, metavar="<run>", help="print this run next to another one"),
@@ -109,7 +108,6 @@ def report(
 
 def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -> None:
     """Write the page of a run as it is now; without a path, print its numbers as JSON."""
-
     story = history_of(found)
     counts, device = baselines_of(found), device_of(found)
     if path is None:
@@ -129,6 +127,12 @@ def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -
     say(f"wrote {path}{more}")
     if story.plan is not None:
         say(story.plan.sentence())
+    for morph in story.morphs:
+        say(morph.sentence())
+    moves, false = story.predictions.values()
+    if moves or false:
+        what = format_plural(moves, "planned move"), format_plural(false, "false alarm")
+        say(f"predictions: {', '.join(what)}")
 
 
 def follow_run(
@@ -141,7 +145,6 @@ def follow_run(
 
     is_trainer_gone: of a run whose end is in no record. wait: sleeps so many seconds; a
     KeyboardInterrupt in it ends this."""
-
     tail, records = JournalTail(run.store), list[Record]()
     baselines, device = baselines_of(run), device_of(run)
     say(f"writing {path} every {REFRESH_S} s until the run ends; Ctrl-C ends this")
@@ -192,7 +195,6 @@ def write_trace(run: Run, path: Path) -> None:
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
     """Return the newest intact checkpoint's continuation of each prompt. Raises UserError."""
-
     checkpoint, texts = with_checkpoint(
         run, None, lambda chosen: continuations(run, chosen, prompts, Sampling()), say
     )
@@ -205,7 +207,6 @@ def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
 def baselines_of(run: Run) -> dict[str, float] | None:
     """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
     None, with a message, if the run's dataset no longer exists."""
-
     config = run.config
     if config.task.has_own_data or run.is_simulated:
         return None  # its data is no text, or it had none

@@ -52,7 +52,6 @@ def stage(
     Example:
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
-
     try:
         host, port = split_address(listen, min_port=0)
     except ValueError:

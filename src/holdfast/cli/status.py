@@ -1,80 +1,148 @@
-"""`holdfast status`: the nodes of a launched run as their owner sees them, and how far it is."""
+"""`holdfast status`: how far a run is, and its nodes, as their owner or the journal has them."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, RunArgument
+from holdfast.doctor.state import is_at_work
 from holdfast.errors import HoldfastError
 from holdfast.events import CheckpointCommitted
-from holdfast.launch.owners.owner import NodeState, OwnedJob, WarningOwner, open_owner
+from holdfast.launch.owners.owner import (
+    JOB_FILE,
+    MachineOwner,
+    NodeState,
+    NodeStatus,
+    OwnedJob,
+    WarningOwner,
+    open_owner,
+)
+from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import Run, folder_with_job, open_run
 from holdfast.report.formatting import format_duration, format_si
 from holdfast.report.history.progress import RunProgress
+from holdfast.report.ledger.ordering import order_records
 from holdfast.show.output import print_json, print_table, say
 from holdfast.wire.journal import read_journal
 
-app = make_app("Show the nodes of a launched run.")
+MAX_READ_LOGS = 4  # Logs of failed nodes that are read for a reason
+
+app = make_app("Show the nodes of a run, and how far it is.")
 
 
 @app.command()
 def status(run: RunArgument, json: Json = False) -> int:
-    """Show the nodes of a run that 'holdfast launch' started, and how far the run is.
+    """Show the nodes of a run, and how far it is.
 
-    As it happens: holdfast watch RUN. Exit code 1 if no node waits or runs.
+    Of a run that 'holdfast launch' started here, the owner of its machines says what each node
+    does. Of another run, its journal does. As it happens: holdfast watch RUN. Exit code 1 if no
+    node waits or runs.
 
     \b
     Example:
       holdfast status runs/my-run
     """
-
     folder = folder_with_job(run)
-    job = OwnedJob.read(folder)
-    owner = open_owner(job.owner)
-    nodes = owner.status(job)
-    warnings = owner.warnings(job) if isinstance(owner, WarningOwner) else []
-    is_live = any(each.is_live for each in nodes)
+    job = OwnedJob.read(folder) if (folder / JOB_FILE).exists() else None
+    nodes: list[NodeStatus] = []
+    warnings: list[str] = []
+    is_live = False
+    if job is not None:
+        owner = open_owner(job.owner)
+        nodes = owner.status(job)
+        warnings = owner.warnings(job) if isinstance(owner, WarningOwner) else []
+        is_live = any(each.is_live for each in nodes)
+        nodes = [*_with_reasons(owner, job, nodes)]
     try:
-        progress, line = _read_progress(open_run(folder), run, is_live, job.released)
+        found = open_run(folder)
+        is_live = is_live if job is not None else is_at_work(folder, HolderWatch(folder, say))
+        progress, line = _read_progress(found, run, job, is_live)
     except HoldfastError as error:
+        if job is None:
+            raise
         progress, line = None, f"the run itself cannot be read: {error}"
+    nodes = _with_places(nodes, progress, job is not None, is_live)
     if json:
-        told = {"owner": job.owner, "job": job.job, "nodes": [asdict(each) for each in nodes]}
-        print_json(told | {"warnings": warnings, "run": _figures(progress) if progress else None})
+        told = {"owner": job and job.owner, "job": job and job.job, "warnings": warnings}
+        figures = _figures(progress) if progress else None
+        print_json({**told, "nodes": [asdict(each) for each in nodes], "run": figures})
     else:
         is_left = progress is not None and progress.state != "finished"
         words = {NodeState.FINISHED: "left"} if is_left else {}
-        print_table(
-            [(each.node, words.get(each.state, each.state.value), each.detail) for each in nodes],
-            head=("node", "state", f"{job.owner}, job {job.job}"),
-        )
+        rows = [(each.node, words.get(each.state, each.state.value), each.detail) for each in nodes]
+        if job is not None:
+            print_table(rows, head=("node", "state", f"{job.owner}, job {job.job}"))
+        elif rows:
+            print_table(rows, head=("node", "state", "as the journal has it"))
         for warning in warnings:
             say(warning)
         print(line)
     return 0 if is_live else 1
 
 
-def _read_progress(
-    run: Run, argument: Path, is_live: bool, is_released: bool
-) -> tuple[RunProgress, str]:
-    """Return how far a run is, and a line that says so. Raises HoldfastError.
+def _with_reasons(
+    owner: MachineOwner, job: OwnedJob, nodes: list[NodeStatus]
+) -> Iterator[NodeStatus]:
+    """Yield the nodes; those that failed with the sentence that they printed last, if any."""
+    asked = 0
+    for each in nodes:
+        if each.state is NodeState.FAILED and asked < MAX_READ_LOGS:
+            asked += 1
+            with suppress(HoldfastError):  # the logs may be out of reach
+                errors = [x for x in owner.logs(job, each.node) if x.startswith("holdfast: ")]
+                if errors:
+                    yield replace(each, detail=f"{each.detail}; {errors[-1]}")
+                    continue
+        yield each
 
-    is_released: 'holdfast down' has ended its job."""
+
+def _with_places(
+    nodes: list[NodeStatus], progress: RunProgress | None, is_launched: bool, is_live: bool
+) -> list[NodeStatus]:
+    """Say of each node that is at work and has no place in the run what the run says of it."""
+    if progress is None or not is_live:
+        return nodes
+    if not is_launched:
+        nodes = [
+            NodeStatus(n, NodeState.RUNNING if there or n in progress.spares else NodeState.LOST)
+            for n, there in progress.nodes.items()
+        ]
+    found = []
+    for each in nodes:
+        words = [each.detail] if each.detail else []
+        if each.node in progress.spares:
+            words.append("waits as a spare")
+        elif each.node in progress.losses and not progress.nodes.get(each.node, True):
+            words.append(f"the run has lost it: {progress.losses[each.node][1]}")
+        is_open = each.state in (NodeState.RUNNING, NodeState.LOST)
+        found.append(replace(each, detail="; ".join(words)) if is_open else each)
+    return found
+
+
+def _read_progress(
+    run: Run, argument: Path, job: OwnedJob | None, is_live: bool
+) -> tuple[RunProgress, str]:
+    """Return how far a run is, and a line that says so. job: None if no launch began it. Raises
+    HoldfastError."""
     progress, committed_at = RunProgress(run.config.train.steps), 0.0
-    for record in read_journal(run.store):
+    for record in order_records(read_journal(run.store)):
         progress.observe(record)
         if isinstance(record.event, CheckpointCommitted):
             committed_at = record.time
     now = progress
+    if is_live and now.state in ("stopped", "failed"):
+        now.state = "starting again"
     now.state = state = now.state if is_live or now.is_over else "interrupted"
-    state += " by the user (holdfast down)" if is_released and state == "stopped" else ""
+    state += " by the user (holdfast down)" if job and job.released and state == "stopped" else ""
     parts = [f"{state} at step {now.step:,} of {now.total_steps:,}", f"loss {now.loss:.4f}"]
-    if is_live:
+    if is_live and state != "starting again":
         parts += [f"{format_si(now.tokens_per_second)} {now.unit}/s"]
         parts += [] if now.eta_s is None else [f"{format_duration(now.eta_s)} left"]
     if not now.step:
@@ -87,7 +155,9 @@ def _read_progress(
         return now, line
     places = (o["place"] for o in run.resolved["origins"].values() if o["kind"] == "file")
     file = str(argument) if argument.is_file() else next(places, "RUN_FILE").partition(":")[0]
-    again = shlex.join(["holdfast", "launch", file, *run.resolved.get("overrides", ())])
+    words = run.resolved.get("overrides", ())
+    by_launch = job is not None or any(word.startswith("launch.on=") for word in words)
+    again = shlex.join(["holdfast", "launch" if by_launch else "train", file, *words])
     return now, f"{line}; continue with: {again}"
 
 

@@ -58,7 +58,6 @@ def track(
       holdfast track runs/quickstart --to csv
       holdfast track run.yaml --to wandb --option mode=online --option project=mine
     """
-
     found = open_run(run)
     asked = [name.strip() for given in to or () for name in given.split(",")]
     names = list(dict.fromkeys(filter(None, asked))) or list(trackers_of(found.config))

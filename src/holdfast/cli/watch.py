@@ -36,7 +36,6 @@ def watch(run: RunArgument, json: JournalJson = False) -> int:
       holdfast watch runs/quickstart
       holdfast watch run.yaml --json
     """
-
     found = open_run(run)
     holder = HolderWatch(found.folder)
     news = watch_until_gone(follow_journal(found.store), lambda: is_holder_gone(holder))

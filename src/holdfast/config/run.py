@@ -96,6 +96,11 @@ class RunConfig(Section):
                 f"lora.rank {self.lora.rank} makes adapters, and model.experts has none of them: "
                 "use lora.rank 0, or a model without experts"
             )
+        if self.lora.rank and self.lora.dropout and any(d.cp > 1 for _, d in self.layout.kinds):
+            yield (
+                f"lora.dropout {self.lora.dropout} draws for complete samples, and cp cuts them: "
+                "use lora.dropout 0, or cp 1"
+            )
         if experts is not None and self.train.precision == "fp16" and experts.has_loss:
             yield (
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
@@ -121,33 +126,41 @@ class RunConfig(Section):
             )
 
     @property
+    def has_decoder(self) -> bool:
+        """Whether the built-in decoder is trained, or adapters of it."""
+        return not self.task.name
+
+    @property
     def trains_decoder(self) -> bool:
         """Whether all of the built-in decoder is trained."""
-        return not (self.task.name or self.lora.rank)
+        return self.has_decoder and not self.lora.rank
 
     def recompute_policy(self, stage: int, stages: int, tp: int) -> RecomputePolicy:
         """What the blocks of a stage keep, of a pipeline of so many and with that degree of tp."""
         word = self.train.recompute_of(stage, stages)
-        is_cut = self.train.partition_activations and self.trains_decoder and word != "none"
+        is_cut = self.train.partition_activations and self.has_decoder and word != "none"
         is_cut = is_cut and not self.layout.sequence_parallel
         is_cut = is_cut and self.train.memory.activations == DEVICE  # otherwise all of it moves
         return RecomputePolicy(word, self.train.recompute_keep, tp if is_cut else 1)
 
     @property
     def module_cuts(self) -> ModuleCuts | None:
-        """How what is trained may be cut, if it is not the decoder, which has a table of its
-        own."""
+        """How what is trained may be cut, if it is not the decoder itself, which has a table of
+        its own."""
         if self.trains_decoder:
             return None
         if self.lora.rank:
-            return ModuleCuts("lora", {}, is_known=True, can_have_table=False)
+            of_decoder = self.has_decoder
+            return ModuleCuts("lora", {}, True, can_have_table=False, of_decoder=of_decoder)
         task = self.task
         rows = (row.split(" ") for row in task.sharding)
         parts = {
             row[0]: int(row[2]) for row in rows if len(row) == 3
         }  # a row of two words has none
         is_script = task.name == SCRIPT_TASK
-        return ModuleCuts(task.label, parts, bool(task.parameters), not is_script)
+        return ModuleCuts(
+            task.label, parts, bool(task.parameters), not is_script, blocks=task.blocks
+        )
 
     @property
     def run_folder(self) -> str:

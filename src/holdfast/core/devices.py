@@ -10,8 +10,17 @@ Nothing here has run on several devices: the entries come from the source of tor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.config.run import RunConfig
+
+GLOO = "gloo"
+STAGED_GLOO = "stagedgloo"
+"""Our name in torch's registry for gloo that copies a device's tensors through the host's memory
+(`parallel/comm/staged_group.py`). torch gives a mesh of devices over plain gloo to NCCL."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +77,52 @@ class DeviceKind:
         """Return the name of one device of this kind, as torch reads it."""
         return f"{self.name}:{index}" if self.has_index else self.name
 
+    def chunk_tokens(self, vocabulary: int, asked: int | str = "auto") -> int:
+        """Return the tokens whose logits the loss holds at a time. asked: `train.loss_chunk`.
+
+        They do not depend on any layout, because they decide the order of additions in the head's
+        gradient. An accelerator gets a power of two: full tiles of its matrix units, and no odd
+        last chunk.
+        """
+        if isinstance(asked, int):
+            return asked
+        fitting = max(64, self.chunk_elements // vocabulary)
+        return fitting if self.is_host else 1 << (fitting.bit_length() - 1)
+
     @property
     def inside_has_tags(self) -> bool:
         """Return True if messages inside a replica have tags, and end when a peer is lost."""
-        return self.inside == "gloo"
+        return self.inside in (GLOO, STAGED_GLOO)
 
     @property
     def between_has_tags(self) -> bool:
         """Return True if the same holds between replicas."""
-        return self.between == "gloo"
+        return self.between == GLOO
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Return the libraries that its workers exchange data with."""
+        return tuple(sorted({self.inside.replace(STAGED_GLOO, GLOO), self.between}))
+
+    @property
+    def is_staged(self) -> bool:
+        """Return True if all exchanges copy tensors through the host's memory."""
+        return self.inside == STAGED_GLOO
+
+    def staged(self, ranks_per_device: int) -> DeviceKind:
+        """Return the kind for workers that exchange data over gloo alone. It needs no group of the
+        device, so no process wears out."""
+        return replace(
+            self,
+            inside=STAGED_GLOO,
+            between=GLOO,
+            ranks_per_device=self.ranks_per_device and ranks_per_device,
+            can_abort=True,
+            regroups_per_process=0,
+            regroup_growth_bytes=0,
+            packages=(),
+            log_variable="",
+        )
 
     @property
     def is_host(self) -> bool:
@@ -160,6 +206,15 @@ def device_kind(device: str) -> DeviceKind:
     """Return the kind of a device by its name ("cuda:1", "cpu"). Raises KeyError for an unknown
     kind."""
     return DEVICES[device.partition(":")[0]]
+
+
+def run_device_kind(config: RunConfig, device: str = "") -> DeviceKind:
+    """Return the kind of a run's device, with the exchange that its run file asks for. device: in
+    place of the run file's. Raises KeyError if the device is not planned yet."""
+    kind, cluster = device_kind(device or config.device), config.cluster
+    shares = cluster.workers_per_device > 1
+    is_staged = shares or (cluster.backend == GLOO and not kind.is_host)
+    return kind.staged(cluster.workers_per_device) if is_staged else kind
 
 
 def is_accelerator(device: str) -> bool:

@@ -146,7 +146,7 @@ def check_accelerators(machine: HardwareInfo) -> Check:
             "install a torch that was built for them, or use device=cpu",
         )
     kind = DEVICES[machine.accelerators[0].kind]
-    backends = " and ".join(sorted({kind.inside, kind.between}))
+    backends = " and ".join(kind.backends)
     library = ", ".join(f"{each} {found}" for each in kind.packages if (found := _installed(each)))
     found = f"{names}; device {kind.name}, backend {backends}{f' ({library})' if library else ''}"
     found += f"; torch for {machine.torch_computes_on}"

@@ -63,6 +63,8 @@ def _node_check(name: str, answer: AgentAnswer, record: GenerationRecord | None)
             if answer.check is None:
                 found = f"{has}{took}; its version cannot check its memory and links"
                 return Check(title, "weak", found, where=where)
+            health = answer.check.health
+            where += f", /healthz at {health}" if health else ""
             return Check(title, "good", f"{has}, {answer.check.state}{took}", where=where)
         case HolderReply.REFUSED:
             found = f"{has}; its agent has ended, and the run continues without it"
@@ -149,16 +151,16 @@ def check_memory(
     except (HoldfastError, ValueError, KeyError) as error:
         reason = error.message if isinstance(error, LayoutError) else str(error)
         return [Check("memory", "weak", f"what the run needs cannot be computed: {reason}")]
+    shared = config.cluster.workers_per_device if is_accelerator(config.device) else 0
     return [
-        _memory_check(name, need, memories[name], is_accelerator(config.device), lives)
+        _memory_check(name, need, memories[name], shared, lives)
         for name, need in needs.items()
         if name in memories
     ]
 
 
-def _memory_check(
-    name: str, need: NodeNeed, memory: NodeMemory, on_devices: bool, lives: bool
-) -> Check:
+def _memory_check(name: str, need: NodeNeed, memory: NodeMemory, shared: int, lives: bool) -> Check:
+    """shared: workers on each device; 0: the CPU computes."""
     state, copies = format_bytes(need.state), format_bytes(need.snapshots)
     found = (
         f"{format_plural(need.ranks, 'rank')} with {state} of parameters, gradients and moments, "
@@ -166,14 +168,15 @@ def _memory_check(
         f"{format_bytes(memory.total)}, {format_bytes(memory.available)} free"
     )
     title, where = f"memory of {name}", "holdfast layout show"
-    if on_devices and memory.accelerators:
-        least = min(memory.accelerators)
+    if shared and memory.accelerators:
+        least = min(memory.accelerators) // shared
         found += f", {format_bytes(least)} on a device"
+        found += f" for each of {shared} workers" if shared > 1 else ""
         if need.largest > FULL_SHARE * least:
             over = need.largest > least
             remedy = "activations come on top: use more ranks for a replica (layout.dp_shard, pp)"
             return Check(title, "fails" if over else "weak", found, remedy, where)
-    on_node = need.snapshots if on_devices else need.state + need.snapshots
+    on_node = need.snapshots if shared else need.state + need.snapshots
     if on_node > memory.total:
         return Check(title, "fails", found, "use more nodes, or a layout that shards more", where)
     if on_node > FULL_SHARE * memory.total or (not lives and on_node > memory.available):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
-from holdfast.doctor.checks import Check, failed_check
+from holdfast.doctor.checks import Check, CheckState, failed_check
 from holdfast.doctor.deadline import QUICK_S, SLOW_S, Deadlines
 from holdfast.doctor.nodes import check_links, check_memory, check_nodes, nodes_to_json
 from holdfast.doctor.state import RunState, check_dataset, is_at_work, read_state
@@ -22,6 +23,7 @@ from holdfast.doctor.store import StoreFindings, check_folder, check_store
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
 from holdfast.elastic.protocol.node_check import NodeMemory
 from holdfast.errors import HoldfastError, RunFolderError, StoreError, UserError
+from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.node_checks import AgentAnswer, ask_agents
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run, read_secret_files, run_folder_of
@@ -29,11 +31,13 @@ from holdfast.layout import Topology, place_replicas
 from holdfast.machine.hardware import detect_hardware
 from holdfast.machine.limits import available_memory
 from holdfast.plan.placing.layouts import layouts_of
+from holdfast.report.formatting import format_duration
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_location import bucket_of_run, store_of_run
 from holdfast.wire.term import generation_key, newest_generation, secret_of
 
+MAX_NAMED_LOSSES = 8  # Lost nodes that have a line, the newest first
 _RESTORE = "restore it from a backup"
 
 
@@ -86,7 +90,9 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
         found.answers = ask_agents(_addresses(record, looked.holder), known_secrets)
     found.nodes = () if record is None or record.topology is None else record.topology.nodes
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
-    found.checks += spare_checks(config, found.answers)
+    losses = found.state.losses if found.state is not None and lives else {}
+    topology = None if record is None or not lives else record.topology
+    found.checks += missing_node_checks(place_word(folder), config, topology, found.answers, losses)
     found.checks += secret_checks
     if run is not None:
         known = run
@@ -191,12 +197,34 @@ def _addresses(
     return known
 
 
-def spare_checks(config: RunConfig | None, answers: Mapping[str, AgentAnswer]) -> list[Check]:
-    """Return a check for each node that waits for a place, as the coordinator's node names it."""
+def missing_node_checks(
+    place: str,
+    config: RunConfig | None,
+    topology: Topology | None,
+    answers: Mapping[str, AgentAnswer],
+    losses: Mapping[str, tuple[float, str]],
+) -> list[Check]:
+    """Return a check for workers that are missing, and one for each node without a place.
+
+    place: the run, as a word of a command line. losses: when and why, by node. Spares are those
+    that the coordinator's node names."""
+    wanted = 0 if config is None else config.layout.workers
+    there = wanted if topology is None else topology.world_size
     spares = {name for one in answers.values() if one.check for name in one.check.spares}
-    workers = "" if config is None else f": layout.workers is {config.layout.workers}"
-    what = f"waits as a spare{workers}; it takes over when a worker is lost"
-    return [Check(f"node {name}", "good", what) for name in sorted(spares)]
+    state: CheckState = "weak" if there < wanted else "good"
+    checks = []
+    what = "waits as a spare: all workers have a place; it takes over when one is lost"
+    if there < wanted:
+        remedy = f"start nodes with holdfast launch, or on a machine: holdfast join {place}"
+        checks.append(Check("workers", state, f"{there} of {wanted} train", remedy))
+        what = "has joined; a next generation takes it in"
+    checks += [Check(f"node {name}", "good", what) for name in sorted(spares)]
+    away = losses.keys() - spares - set(() if topology is None else topology.nodes)
+    for name in sorted(away, key=lambda one: -losses[one][0])[:MAX_NAMED_LOSSES]:
+        at, cause = losses[name]
+        ago = format_duration(max(0.0, time.time() - at))
+        checks.append(Check(f"node {name}", state, f"lost {ago} ago and not back: {cause}"))
+    return checks
 
 
 def _config_checks(

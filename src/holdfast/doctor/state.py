@@ -6,8 +6,8 @@ Ages compare the time in the journal, which an agent wrote, with the clock of th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import Run
 from holdfast.report.formatting import format_bytes, format_count, format_duration, format_plural
 from holdfast.report.history.history import History, build_history
+from holdfast.report.history.progress import RunProgress
 from holdfast.report.ledger.notices import notice_text
+from holdfast.report.ledger.ordering import order_records
 from holdfast.wire.journal import read_contents
 from holdfast.wire.store.run_location import store_of_run
 from holdfast.wire.store.run_store import RunStore
@@ -43,7 +45,6 @@ from holdfast.wire.store.run_store import RunStore
 STALLED_AFTER_TIMEOUTS = 2
 """Without a step for so many `cluster.progress_seconds`, a run that trains is stalled: as
 `/healthz` has it."""
-
 
 ENDED_STATES = ("finished", "stopped", "failed")
 MAX_NAMED_RANKS = 8
@@ -65,6 +66,8 @@ class RunState:
     checkpoint_age_s: float | None
     next_checkpoint_bytes: int
     checks: list[Check]
+    losses: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    """Nodes that were lost and are not back -> when, in seconds since 1970, and why."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -116,7 +119,10 @@ def read_state(folder: Path, config: RunConfig | None, watch: HolderWatch, lives
         checks.append(Check("journal", "weak", found, remedy, first))
     checks += _open_complaints(contents.records, lives)
     step = newest.step if newest is not None else 0
-    return RunState(lives, history, step_age, step, age, size, checks)
+    progress = RunProgress(0)
+    for record in order_records(contents.records):
+        progress.observe(record)
+    return RunState(lives, history, step_age, step, age, size, checks, progress.losses)
 
 
 def is_at_work(folder: Path, watch: HolderWatch) -> bool:

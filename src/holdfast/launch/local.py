@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -41,11 +42,11 @@ from holdfast.launch.run.resume_checks import bring_back_fallback
 from holdfast.launch.run.run_folder import refuse_in_use, run_hash
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.auto.machines import machines_of
+from holdfast.plan.hardware.cluster_file import HERE
 from holdfast.plan.placing.interface import Planner
 from holdfast.plan.placing.planner import plan_layout
-from holdfast.plan.placing.searched import SearchedPlanner
+from holdfast.plan.placing.searched import SearchedPlanner, fixed_limits
 from holdfast.plan.placing.topology_cost import Fleet
-from holdfast.plan.search.search import Limits
 from holdfast.report.formatting import format_bytes
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
@@ -61,6 +62,7 @@ def train_locally(
     dataset_version: str,
     observers: Sequence[Observer] = (),
     render_metrics: Callable[[], bytes] = lambda: b"",
+    seen_progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     say: Say = print,
     say_last: Say | None = None,
     entry: str = DEFAULT_ENTRY,
@@ -72,7 +74,8 @@ def train_locally(
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see each record of the journal as it is written. `render_metrics` answers
-    `/metrics`, `say` prints one line, `say_last` the result. `fresh`: begin, whatever a bucket or
+    `/metrics`. `seen_progress` tells `/healthz` the newest step and the newest committed step.
+    `say` prints one line, `say_last` the result. `fresh`: begin, whatever a bucket or
     peers hold. `resume`: the command that resumes the run. `watch`: of the folder's holder. Raises
     UserError and CannotGoOnError.
     """
@@ -110,7 +113,7 @@ def train_locally(
         before_joining=before_joining,
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
-    views["say_last"] = say_last
+    views |= {"say_last": say_last, "seen_progress": seen_progress}
     if config.cluster.node:
         say(
             f"node {node} listens on {address.host} (device {address.device}): {address.reason}; "
@@ -232,14 +235,17 @@ def resume_command(loaded: LoadedConfig) -> str:
 def planner_of(config: RunConfig) -> Planner:
     """With `layout: auto`, the planner that searches; otherwise the simple one. Every node counts
     as one of the first pool of `plan.cluster`, or as this machine."""
-    if config.layout.mode != "auto":
+    is_given = config.plan.cluster not in ("", HERE)
+    if config.layout.mode != "auto" and not is_given:
         return plan_layout
     machines = machines_of(config, detect_hardware())
+    whole = machines.cluster if is_given else None
+    if config.layout.mode != "auto":
+        return partial(plan_layout, cluster=whole)
     if machines.cores:  # workers share them
         machines = machines.with_workers(config.cluster.places or 1)
-    degrees = {axis: getattr(config.layout, axis) for axis in config.layout.fixed}
-    fleet = Fleet(machines.devices, machines.cluster.pools[0])
-    return SearchedPlanner(fleet, Limits(**degrees), later=_in_a_thread)
+    fleet = Fleet(machines.devices, machines.cluster.pools[0], whole)
+    return SearchedPlanner(fleet, fixed_limits(config), later=_in_a_thread)
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -265,6 +265,7 @@ class Decoder(nn.Module):
         self.window_rotary = RotaryTable(model, windowed=True) if own else self.rotary
         self._windowed, self._unturned = set(model.windowed), set(model.no_rope_layers)
         self.document_attention = DocumentAttention()
+        self.before_block: Callable[[int], None] | None = None  # is called with its position
 
     def forward(
         self,
@@ -347,6 +348,8 @@ class Decoder(nn.Module):
         for index, (position, block) in enumerate(self.layers.items()):
             if positions is not None and position not in positions:
                 continue
+            if self.before_block is not None:
+                self.before_block(position)
             near = position in self._windowed
             rotary = context.window_rotary if near else context.rotary
             mask = context.window_mask if near else context.mask

@@ -141,7 +141,6 @@ class Experts(nn.Module):
 RunExperts = Callable[[Experts, Tensor, Tensor], Tensor]
 """(experts, tokens [N, D] sorted by expert, counts [E]) -> their results [N, D]"""
 
-
 GatherCounts = Callable[[Tensor], tuple[Tensor, int]]
 """choices by expert [E] -> (those of each rank [n, E], number of this rank)"""
 

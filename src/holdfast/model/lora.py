@@ -12,39 +12,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.sharding.adapters import DOWN, UP
 from holdfast.model.feed_forward import Linear
+
+NONE_CUT: Mapping[str, int] = {}
 
 
 class LoraLinear(Linear):
     """A linear layer with an adapter. scale: of what the adapter adds. Dropout is active in passes
-    that compute gradients."""
+    that compute gradients. first_input: of those that this rank has, if tp cuts inputs."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float):
-        super().__init__(base.in_features, base.out_features, base.bias is not None)
+    def __init__(
+        self, base: nn.Linear, rank: int, scale: float, dropout: float, first_input: int = 0
+    ):
+        outputs, inputs = base.weight.shape  # of this rank; base.in_features: of all ranks
+        super().__init__(inputs, outputs, base.bias is not None)
+        self.bias_share = getattr(base, "bias_share", 1.0)
         self.scale, self.dropout = scale, dropout
-        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank))
+        self.all_inputs, self.first_input = base.in_features, first_input
+        self.lora_A = nn.Parameter(torch.empty(rank, inputs))
+        self.lora_B = nn.Parameter(torch.empty(outputs, rank))
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., inputs] -> [..., outputs]"""
         x = input
         if self.dropout and torch.is_grad_enabled():
-            x = F.dropout(x, self.dropout)
+            # Each rank draws for all inputs, so a mask does not depend on tp.
+            drawn = F.dropout(x.new_ones(*x.shape[:-1], self.all_inputs), self.dropout)
+            x = x * drawn.narrow(-1, self.first_input, x.shape[-1])
         added = F.linear(F.linear(x, self.lora_A), self.lora_B)
         return super().forward(input) + added * self.scale
 
 
 def add_adapters(
-    module: nn.Module, layers: Collection[str], rank: int, scale: float, dropout: float
+    module: nn.Module,
+    layers: Collection[str],
+    lora: LoraConfig,
+    first_inputs: Mapping[str, int] = NONE_CUT,
 ) -> None:
     """Put an adapter into each of the named linear layers, and take the base out of the module's
-    parameters."""
+    parameters. first_inputs: by layer, if tp has cut the module."""
     for name in layers:
         parent, _, key = name.rpartition(".")
         base = module.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        setattr(module.get_submodule(parent), key, LoraLinear(base, rank, scale, dropout))
+        how = lora.rank, lora.scale, lora.dropout, first_inputs.get(name, 0)
+        setattr(module.get_submodule(parent), key, LoraLinear(base, *how))
     for part in module.modules():
         for key, parameter in list(part._parameters.items()):
             if parameter is not None and key not in (DOWN, UP):

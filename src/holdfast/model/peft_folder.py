@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch import Tensor
 from holdfast.config.huggingface.weight_files import ADAPTER
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.core.format.stored_weights import PREFIX, check_adapter, peft_names
-from holdfast.core.sharding.adapters import adapted_layers, linear_layers
+from holdfast.core.format.stored_weights import PREFIX, check_adapter
+from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers
 from holdfast.errors import ModelFolderError
 from holdfast.model.new_folder import new_folder
 
@@ -49,14 +50,32 @@ def write_adapter(
     version: Mapping[str, Any],
 ) -> None:
     """Write a folder for `PeftModel.from_pretrained`. tensors: by our names. version: of the
-    adapter, which gets a file of its own and stands in the weights' metadata.
+    adapter, which gets a file of its own and stands in the weights' metadata. A layer that is
+    several of ours gets one adapter: the rows of all A, and all B as blocks of a diagonal.
 
-    Raises ModelFolderError as `new_folder` does, and for a layer that PEFT does not have."""
-    names, layers = peft_names(model, lora), linear_layers(model)
-    chosen = {layers[ours][0] for ours in adapted_layers(model, lora)}
-    targets = _target_modules(chosen, [name for name, _ in layers.values()])
-    named = {names[ours]: value for ours, value in tensors.items()}
-    _write(folder, named, peft_config(lora, lora.base, targets), version)
+    Raises ModelFolderError as `new_folder` does."""
+    layers, adapted = linear_layers(model), adapted_layers(model, lora)
+    parts: dict[str, list[str]] = {}  # their layer -> ours, several of a fused one
+    for ours, (theirs, _) in layers.items():
+        parts.setdefault(theirs, []).append(ours)
+    chosen = {theirs: own for theirs, own in parts.items() if not adapted.keys().isdisjoint(own)}
+    targets = _target_modules(set(chosen), list(parts))
+    config, named = peft_config(lora, lora.base, targets), dict[str, Tensor]()
+    ranks, alphas = dict[str, int](), dict[str, float]()
+    for theirs, own in chosen.items():
+        downs = [tensors[f"{ours}.{DOWN}"] for ours in own if ours in adapted]
+        none = downs[0].new_zeros
+        ups = [
+            tensors[f"{ours}.{UP}"] if ours in adapted else none(layers[ours][1][0], 0)
+            for ours in own
+        ]
+        named[f"{PREFIX}{theirs}.{DOWN}.weight"] = torch.cat(downs)
+        named[f"{PREFIX}{theirs}.{UP}.weight"] = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+        if len(downs) > 1:  # the same scale, by a larger rank
+            ranks[theirs] = lora.rank * len(downs)
+            alphas[theirs] = config["lora_alpha"] * len(downs)
+    patterns = {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
+    _write(folder, named, config | patterns, version)
 
 
 def write_module_adapter(

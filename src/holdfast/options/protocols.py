@@ -46,6 +46,11 @@ class Checked:
     train: TrainConfig
     cuts: ModuleCuts | None  # of what is trained; None: it is the decoder
 
+    @property
+    def has_decoder(self) -> bool:
+        """Return True if the decoder is trained, or adapters of it."""
+        return self.cuts is None or self.cuts.of_decoder
+
 
 class Keys(Protocol):
     """What a run file may say of an option. Refusals are sentences, "... : use ...", or ""."""
@@ -79,7 +84,6 @@ class Formatting(Protocol):
     """The functions of `report.formatting` that lines of a cost need."""
 
     def format_bytes(self, value: float) -> str: ...
-
     def format_plural(self, count: int, noun: str) -> str: ...
 
 

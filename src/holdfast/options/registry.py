@@ -54,11 +54,6 @@ def unmodelled_option(config: RunConfig) -> str:
     return next((key for cost in option_costs() if (key := cost.unmodelled(config))), "")
 
 
-def keys_without_formula() -> str:
-    """Return the keys of options that formulas of the memory do not cover."""
-    return ", ".join(cost.formula_key for cost in option_costs() if cost.formula_key)
-
-
 def _used(sections: dict[str, Any]) -> list[str]:
     """Return the options with an effect that these sections, by name, ask for."""
     names = []

@@ -122,6 +122,16 @@ def gloo_group(
     return group
 
 
+def nameless_backend(group: dist.ProcessGroup, rank: int, size: int) -> None:
+    """Give a group that is written in Python the backend in which torch keeps its name. Operations
+    come to the methods of the group's class."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    private: Any = group
+    nameless = FakeProcessGroup._create_internal(rank, size)
+    private._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, nameless)
+
+
 class BulkGroup(GlooGroup, Protocol):
     """The part of a device's backend that we use. No operation makes its caller wait."""
 
@@ -193,6 +203,26 @@ def gather_parts(
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(out, part, group=group, async_op=async_op)
     return work
+
+
+def chosen_attention(q: Tensor, k: Tensor, *, scale: float | None, is_masked: bool) -> str:
+    """Return the name of the kernel that torch takes for attention of such tensors, as
+    `torch.nn.attention.SDPBackend` spells it; "" if torch does not say. is_masked: by a mask, and
+    not causal.
+
+    q: [B, H, S, h]; k: [B, K, S, h], of which v has the shape
+    """
+    from torch.nn.attention import SDPBackend
+
+    choose: Any = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return ""
+    mask = q.new_ones((q.shape[2], q.shape[2]), dtype=torch.bool) if is_masked else None
+    is_grouped = q.shape[1] != k.shape[1]
+    number = choose(q, k, k, mask, 0.0, not is_masked, scale=scale, enable_gqa=is_grouped)
+    members: Any = SDPBackend.__members__
+    names: dict[int, str] = {each.value: name.lower() for name, each in members.items()}
+    return names.get(number, "")
 
 
 def cpu_attention(
@@ -386,17 +416,6 @@ def _cached_functions() -> Iterator[Any]:
                 if str(function.__module__).startswith("torch.distributed"):
                     seen.add(id(function))
                     yield function
-
-
-def count_mesh_cache_entries() -> int:
-    """Entries of the caches that `forget_meshes` clears, but for C++'s, which does not tell."""
-    from torch.distributed.tensor import DTensor, _redistribute
-
-    dispatcher: Any = DTensor
-    propagated = dispatcher._op_dispatcher.sharding_propagator.propagate_op_sharding
-    planners: Any = getattr(_redistribute, "_planner_cache", {})
-    held = [int(f.cache_info().currsize) for f in (propagated, *_cached_functions())]
-    return len(planners) + sum(held)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from holdfast.core.json_parsing import JsonMessage
+
 FAILURE_DOMAINS = ("node", "rack", "power", "pool", "zone")
 """Kinds of domain that two machines can share. The plan avoids the first kinds most, because a
 small domain fails completely more often than a large one. The spot pool is before the zone, which
@@ -26,8 +28,8 @@ may contain several pools. A pool's machines are taken back together."""
 _DOMAIN_RISK = {kind: 1 << place for place, kind in enumerate(reversed(FAILURE_DOMAINS))}
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+@dataclass(frozen=True)
+class Machine(JsonMessage):
     """A place where a mover runs. An empty domain is unknown and counts as shared with no other
     machine. `node` is the host if several movers share one; empty: the machine's own name. `room`:
     bytes that it keeps for other machines at most, None for no bound."""

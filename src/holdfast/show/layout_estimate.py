@@ -9,8 +9,8 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
 from holdfast.options.protocols import PicturePart
-from holdfast.options.registry import keys_without_formula, option_costs
-from holdfast.plan.memory.activations import device_kind, has_estimate, has_formula
+from holdfast.options.registry import option_costs
+from holdfast.plan.memory.activations import device_kind, has_estimate, without_formula
 from holdfast.plan.memory.communicators import BYTES_EACH, communicators_by_rank
 from holdfast.plan.memory.estimate import estimates_by_rank
 from holdfast.plan.memory.placed_memory import placed_by_rank
@@ -20,9 +20,7 @@ from holdfast.report import formatting
 from holdfast.report.formatting import format_bytes
 from holdfast.show.output import print_table
 
-_NO_FORMULA = (
-    "activations: no formula covers this model, precision, mask, task, kept result, schedule or "
-)
+_NO_FORMULA = "activations, and each rank's memory: no formula covers a run with "
 _COLUMNS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -47,8 +45,8 @@ _DEVICE = (
 
 def print_estimate(config: RunConfig, topology: Topology) -> None:
     """Print what each rank holds at its fullest moment, or that no formula says it."""
-    if not has_formula(config):
-        print(_NO_FORMULA + keys_without_formula())
+    if key := without_formula(config):
+        print(_NO_FORMULA + key)
         return
     if not has_estimate(config):
         print(_SPREAD)

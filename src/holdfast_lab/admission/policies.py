@@ -31,7 +31,6 @@ class Admission(Protocol):
 
     @property
     def name(self) -> str: ...
-
     def admit(self, board: Board, draw: Random) -> None: ...
 
 

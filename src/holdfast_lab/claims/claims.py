@@ -18,14 +18,13 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.timing import Durations, time_schedule
 from holdfast.plan.catalogue import load_catalogue
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
-from holdfast.plan.cost.collectives import allreduce_s
 from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.cost.workload import Workload
 from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.hardware.cluster_file import read_cluster
 from holdfast.plan.hardware.devices import load_devices
-from holdfast.plan.hardware.link import Link
+from holdfast.plan.hardware.distance import hundredfold_gbit_s, times_dearer
 from holdfast.plan.memory.stage_bytes import kept_elements
 from holdfast.plan.objective.energy import usd_per_hour
 from holdfast.plan.objective.goodput import GoodputModel
@@ -125,19 +124,16 @@ def zero_state() -> Said:
 
 # --- links --------------------------------------------------------------------------------------
 def tp_over_nodes() -> Said:
-    """The sums of a tensor group of 8 on H100 over one node, and over eight nodes."""
-    inside = read_cluster("1x8xH100-80").pools[0].inside
-    size = 4096 * 12_288 * 2.0
-    found = {
-        gbit: allreduce_s(Link(10e-6, gbit * 1e9 / 8 / 8), size, 8) / allreduce_s(inside, size, 8)
-        for gbit in (10, 25, 100, 400, 3200)
-    }
-    words = ", ".join(f"{ratio:,.0f} x at {gbit}" for gbit, ratio in found.items())
-    most = max((gbit for gbit, ratio in found.items() if ratio >= 100), default=0)
+    """The sums of a tensor group of 8 on H100 over one node, and over eight nodes, as `layout
+    distance --cluster 8x8xH100-80 --ranks 8 --size 100663296` prints them."""
+    pool, size, ranks = read_cluster("8x8xH100-80").pools[0], 4096 * 12_288 * 2, 8
+    near, far = pool.inside, pool.outside
+    most = hundredfold_gbit_s(near, far, size, ranks, pool.devices)
+    nodes_gbit_s = far.bandwidth * pool.devices * 8 / 1e9
     return _said(
-        found[3200] >= 100,
-        f"the link decides: it does up to {most} Gbit/s of a node: {words}, which is 400 for each "
-        "device",
+        nodes_gbit_s <= most,
+        f"the link decides: it does up to {most:,.0f} Gbit/s of a node. InfiniBand of "
+        f"{nodes_gbit_s:,.0f} is {times_dearer(near, far, size, ranks):,.1f} x",
         otherwise="not comparable",
     )
 
@@ -198,7 +194,6 @@ MODELS: Mapping[str, Callable[[], Said]] = {
         llama3_goodput,
     )
 }
-
 
 CLAIMS_FILE = Path(__file__).with_name("claims.csv")
 

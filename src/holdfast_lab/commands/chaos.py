@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.launch.start.facts import Facts
 from holdfast.launch.start.machine import plan_for_machine
 from holdfast.machine.hardware import detect_hardware
-from holdfast.show.output import explained_out_errors, say
+from holdfast.show.output import say
 from holdfast.wire.child_command import module_command
 from holdfast_lab.chaos.campaign import Campaign, CampaignSettings, DisturbedRun, plan_runs
 from holdfast_lab.chaos.catalog import FAULTS
@@ -35,6 +35,7 @@ from holdfast_lab.chaos.schedule import (
     parse_faults_option,
     read_trace,
 )
+from holdfast_lab.commands.output_paths import explained_out_errors
 from holdfast_lab.traces.reading import load_trace
 
 COMMAND = tuple(module_command("holdfast.cli.main"))  # starts `holdfast` in the same environment

@@ -15,7 +15,8 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import DataError, UserError
 from holdfast.policy.prediction.bilstm import BiLstm
 from holdfast.policy.prediction.predictor import FittedModels
-from holdfast.show.output import check_target, print_json, print_table, say, write_text
+from holdfast.show.output import print_json, print_table, say, write_text
+from holdfast_lab.commands.output_paths import check_target
 from holdfast_lab.commands.trace import read_bytes
 from holdfast_lab.prediction.fitting import TrainingPart, fit_models, predict_all
 from holdfast_lab.prediction.judging import Verdict
@@ -73,7 +74,6 @@ def fit(
       holdfast predict fit p3-trace.csv --horizon 600 --to p3.predict.json
       holdfast predict judge p3-trace.csv --model p3.predict.json
     """
-
     check_target(to, "--to", files)
     streams = read_histories(files, zone, system, seed)
     parts = [TrainingPart(stream, stream.seconds * until, every_nth) for stream in streams]
@@ -127,7 +127,6 @@ def judge(
     Example:
       holdfast predict judge another-zone.json --model p3.predict.json
     """
-
     fitted = FittedModels.from_text(read_text(model), str(model))
     out = []
     for stream in read_histories(files, zone, system, seed):
@@ -135,7 +134,14 @@ def judge(
         with LongWork(f"judging on {stream.header.source}"):
             found, at_thresholds = judge_stream(fitted, stream, start, every_nth)
         if json:
-            out.append(_as_json(stream, start, found, at_thresholds))
+            out.append(
+                {
+                    "source": stream.header.source,
+                    "start_s": start,
+                    "models": [asdict(verdict) for verdict in found],
+                    "thresholds": [asdict(replace(v, calibration=())) for v in at_thresholds],
+                }
+            )
         else:
             _print_verdicts(fitted, stream, start, found, at_thresholds)
     if json:
@@ -147,7 +153,6 @@ def read_histories(
     files: Sequence[Path], zones: Sequence[str] | None, systems: Sequence[str] | None, seed: int
 ) -> list[EventStream]:
     """One stream for each file. Nodes without a zone get the file's name as one."""
-
     for option, given in (("--zone", zones), ("--system", systems)):
         if given and len(given) not in (1, len(files)):
             raise UserError(
@@ -169,7 +174,6 @@ def read_histories(
 
 
 def read_text(path: Path) -> str:
-
     return read_bytes(path).decode("utf-8", "replace")
 
 
@@ -197,7 +201,6 @@ def judge_stream(
     fitted: FittedModels, stream: EventStream, start_s: float, every_nth: int = 1
 ) -> tuple[list[Verdict], list[Verdict]]:
     """(every model at its own threshold, the chosen one at several)."""
-
     asked = take_samples(stream, fitted.horizon_s, start_s, None, every_nth)
     if not asked.samples:
         raise DataError(
@@ -212,17 +215,6 @@ def judge_stream(
     ]
     own = chances[fitted.chosen]
     return found, [verdict_of(fitted.chosen, asked, own, each) for each in THRESHOLDS]
-
-
-def _as_json(
-    stream: EventStream, start: float, found: list[Verdict], at_thresholds: list[Verdict]
-) -> dict[str, object]:
-    return {
-        "source": stream.header.source,
-        "start_s": start,
-        "models": [asdict(verdict) for verdict in found],
-        "thresholds": [asdict(replace(v, calibration=())) for v in at_thresholds],
-    }
 
 
 def _print_verdicts(

@@ -12,9 +12,10 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import ConfigError, UserError
-from holdfast.show.output import make_folder, only_writer, print_table, say, write_text
+from holdfast.show.output import print_table, say, write_text
 from holdfast_lab.chaos.network import why_unavailable
 from holdfast_lab.charts.score_card import CardRow, ScoreCard, card_page, card_svg
+from holdfast_lab.commands.output_paths import make_folder, only_writer
 from holdfast_lab.commands.trace import read_bytes
 from holdfast_lab.rivals.registry import policy_named
 from holdfast_lab.score.compression import compare_compressions, compression_verdict
@@ -346,7 +347,6 @@ def _real(
     reference: Path | None,
     out: Path,
 ) -> RealRuns:
-
     python = python or sys.executable
     refuse_unavailable(trainer, python)
     refuse_without_network(trainer, names)
@@ -364,13 +364,11 @@ def _real(
 
 
 def _text(path: Path) -> str:
-
     return text_of(read_bytes(path), str(path))
 
 
 def refuse_unavailable(trainer: str, python: str) -> None:
     """Raise UserError if a trainer cannot run in an interpreter."""
-
     if why := trainer_named(trainer).why_unavailable(python):
         raise UserError(
             f"{trainer} cannot run: {why}",
@@ -381,7 +379,6 @@ def refuse_unavailable(trainer: str, python: str) -> None:
 
 def refuse_without_network(trainer: str, scenarios: Sequence[str]) -> None:
     """Raise UserError if a scenario changes a link, and the nodes cannot have networks here."""
-
     wanted = [name for name in scenarios if SCENARIOS[name].needs == "network"]
     if not wanted:
         return

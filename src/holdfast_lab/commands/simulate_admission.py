@@ -16,15 +16,7 @@ import typer
 from holdfast.api.progress import LongWork
 from holdfast.errors import ConfigError, DataError
 from holdfast.plan.hardware.cluster_file import load_cluster, read_cluster
-from holdfast.show.output import (
-    explained_out_errors,
-    make_folder,
-    only_writer,
-    print_json,
-    print_table,
-    say,
-    write_text,
-)
+from holdfast.show.output import print_json, print_table, say, write_text
 from holdfast_lab.admission.board import LABELS
 from holdfast_lab.admission.engine import Setup
 from holdfast_lab.admission.fabric import Fabric, example_cluster
@@ -34,6 +26,7 @@ from holdfast_lab.admission.policies import POLICIES
 from holdfast_lab.admission.step_time import JitterProfile, lognormal_profile, profile_of_trace
 from holdfast_lab.admission.workload import Workload, example_teams, make_jobs, slow_nodes
 from holdfast_lab.charts.study_charts import exceeded_svg, intervals_svg, stacked_svg
+from holdfast_lab.commands.output_paths import explained_out_errors, make_folder, only_writer
 from holdfast_lab.commands.trace import read_bytes
 from holdfast_lab.engine.kept_replays import KeptReplays
 from holdfast_lab.engine.settings import refuse_repeated
@@ -306,7 +299,6 @@ def admission(
       holdfast simulate admission --seeds 10 --out admission
       holdfast simulate admission --jobs jobs.csv --cluster 16x8xA100-80 --policy elastic
     """
-
     for option, names in (("--policy", policy), ("--team", team)):
         refuse_repeated([name.partition("=")[0] for name in names or ()], option)
     for words in team or ():
@@ -344,7 +336,6 @@ def admission(
 
 def _refuse_unused(drawn: Workload, jobs: Path | None, cluster: str, zones: int) -> None:
     """Raise ConfigError for an option that another one makes void."""
-
     usual = Workload(load=1.0, days=7.0, elastic=0.5)
     void = [(name, "--jobs") for name in ("load", "days", "elastic") if jobs is not None]
     void = [each for each in void if getattr(drawn, each[0]) != getattr(usual, each[0])]
@@ -370,7 +361,6 @@ class _Cases:
     is_hard: bool
 
     def setup_of(self, seed: int) -> Setup:
-
         teams = _teams_of(self.quotas, self.fabric, self.given, self.is_hard)
         names = tuple(team.name for team in teams) if self.quotas else ()
         jobs = self.given or make_jobs(self.workload, self.fabric, seed, names)
@@ -379,7 +369,6 @@ class _Cases:
 
 
 def _fabric_of(cluster: str, zones: int) -> Fabric:
-
     if cluster == _EXAMPLE:
         return Fabric(example_cluster(zones))
     path = Path(cluster)
@@ -387,7 +376,6 @@ def _fabric_of(cluster: str, zones: int) -> Fabric:
 
 
 def _jobs_of(path: Path | None) -> tuple[Job, ...]:
-
     if path is None:
         return ()
     return read_jobs(text_of(read_bytes(path), str(path)), str(path))
@@ -397,7 +385,6 @@ def _teams_of(
     given: Sequence[str], fabric: Fabric, jobs: tuple[Job, ...], is_hard: bool
 ) -> tuple[Team, ...]:
     """Teams with the quotas that are given. Without them, the teams of a file share evenly."""
-
     if given:
         teams = tuple(_team_of(words) for words in given)
     elif jobs:
@@ -411,7 +398,6 @@ def _teams_of(
 
 
 def _team_of(words: str) -> Team:
-
     name, _, quota = words.partition("=")
     if not name or not quota.isascii() or not quota.isdigit():
         raise DataError(
@@ -424,7 +410,6 @@ def _team_of(words: str) -> Team:
 
 def _jitter_of(path: Path | None) -> JitterProfile:
     """The trace that is given, or the one of the public data, or the shipped generator."""
-
     if path is None and (folder := os.environ.get("HOLDFAST_DATA")):
         public = Path(folder) / _PUBLIC_JITTER
         path = public if public.is_file() else None

@@ -14,7 +14,8 @@ import typer
 from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import DataError
-from holdfast.show.output import check_target, print_json, say
+from holdfast.show.output import print_json, say
+from holdfast_lab.commands.output_paths import check_target
 from holdfast_lab.commands.trace_show import (
     lines_of,
     parameters_of,
@@ -171,7 +172,6 @@ def fit(
     Example:
       holdfast trace fit p3.jsonl
     """
-
     options = ReadOptions(seed, victims, "any", tick, system=system, gpu=gpu)
     stream = read_files(files, options, zone)
     with LongWork("fitting generators"):
@@ -212,7 +212,6 @@ def make(
     Example:
       holdfast trace make spot --to spot.jsonl --days 2 --set nodes=16
     """
-
     check_target(to, "--to")
     with LongWork("making the trace"):
         stream = with_notices(make_trace(kind, seed, days, parameters_of(given or [])), notice)
@@ -241,7 +240,6 @@ def plot(
     Example:
       holdfast trace plot p3.jsonl --svg p3.svg
     """
-
     if svg is not None:
         check_target(svg, "--svg", files)
 
@@ -268,7 +266,6 @@ def read_each(
     files: list[Path], options: ReadOptions, zones: list[str] | None
 ) -> list[EventStream]:
     """A stream of each file."""
-
     given = zones or []
     if given and len(given) not in (1, len(files)):
         raise DataError(

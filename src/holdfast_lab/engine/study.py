@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 RESAMPLES = 1000
 KEPT_SHARE = 0.75  # length of a history that begins at another moment of a trace, of the trace's
 
-
 MAX_SECONDS = 3650 * 86_400.0  # time after which a run that is simulated to its end is given up
 
 

@@ -36,7 +36,6 @@ ORDER = {
 
 _OF_NODES = ("preempt", "fail", "recover", "join", "notice", "slow")
 
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 """One for all events without further keys: a million mappings of their own take 64 MB."""
 

@@ -203,11 +203,6 @@ def digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def without_header(rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
-    """Rows of a file that needs no header, without one if there is one: a row of words only."""
-    return headed(rows)[1]
-
-
 def headed(
     rows: Iterator[tuple[int, list[str]]],
 ) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
@@ -225,5 +220,5 @@ def first_rows(text: str) -> tuple[list[str], list[str]]:
     except DataError:
         return [""], [""]
     first = rows[0][1] if rows else [""]
-    data = next(without_header(iter(rows)), (0, [""]))[1]
+    data = next(headed(iter(rows))[1], (0, [""]))[1]
     return first, data

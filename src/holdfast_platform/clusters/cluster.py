@@ -76,7 +76,6 @@ class DisposableCluster(Protocol):
         """Return the head, then a daemon for each node, by the node's name."""
 
     def is_head_ready(self, state: ClusterState) -> bool: ...
-
     def usable_nodes(self, state: ClusterState) -> int: ...
 
     def variable(self, state: ClusterState) -> tuple[str, str]:

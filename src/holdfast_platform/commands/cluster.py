@@ -45,7 +45,6 @@ def up(
     Example:
       holdfast cluster up try --kind slurm --nodes 5
     """
-
     check_name(name)
     cluster = open_kind(kind)
     wanted = ClusterState(name, kind, nodes, cpus or os.cpu_count() or 1, Path())
@@ -90,7 +89,6 @@ def down(name: Name) -> int:
     Example:
       holdfast cluster down try
     """
-
     check_name(name)
     states = ClusterStates()
     with states.locked():
@@ -115,7 +113,6 @@ def list_clusters(json: Annotated[bool, typer.Option("--json", help="print JSON"
     Example:
       holdfast cluster list
     """
-
     states = ClusterStates()
     found = [state for name in states.names() if (state := states.read(name))]
     rows = [

@@ -35,7 +35,6 @@ def host(
     Example:
       holdfast host 10.0.0.5:7700 --group big --secret controller.secret
     """
-
     path = secret or given_secret_file(os.environ)
     if path is None:
         raise UserError(

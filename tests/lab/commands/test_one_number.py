@@ -58,3 +58,23 @@ def test_two_commands_give_one_layout_and_one_speed(given: tuple[str, ...], tmp_
     assert speed == pytest.approx(best["tokens_per_second"], rel=0.01)
     scaled = json.loads(within("scale", *asked, "--most", "16", "--json").succeeds().out)
     assert scaled["points"][-1]["step_s"] == pytest.approx(best["step_s"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_example_of_175_billion_parameters_has_one_layout(tmp_path: Path) -> None:
+    """In `plan`, in `simulate` without a loss, and in the table of docs/guide/planning.md."""
+    root = Path(__file__).parents[3]
+    trace, nodes = tmp_path / "quiet.csv", "".join(f"0,add,n{n}\n" for n in range(128))
+    trace.write_text(f"time_h,change,node\n{nodes}24,add,more\n")
+    asked = (root / "examples/175b/run.yaml", "--cluster", "128x8xA100-80")
+    best = json.loads(within("plan", *asked, "--json").succeeds().out)["layouts"][0]
+    table = within("plan", *asked).succeeds().out
+    row = next(line for line in table.splitlines() if line.endswith("<- chosen"))
+    assert re.split(r"  +", row)[:4] == ["1 x pp 16, dp_shard 8, tp 8", "1f1b", "1", "selective"]
+    simulated = within("simulate", *asked, "--trace", trace, "--json").succeeds().out
+    speed = json.loads(simulated)["outcomes"][0]["estimates"]["tokens_per_s"]["mean"]
+    assert speed == pytest.approx(best["tokens_per_second"], rel=0.01)
+    page = (root / "docs/guide/planning.md").read_text()
+    found = re.search(r"\| tokens/s \| ([0-9,]+) \|", page[page.index("examples/175b/run.yaml") :])
+    assert found is not None
+    assert float(found[1].replace(",", "")) == pytest.approx(best["tokens_per_second"], rel=0.01)

@@ -59,6 +59,14 @@ def test_a_model_that_fits_on_no_size_is_one_sentence() -> None:
     within("scale", *asked).refuses_last("no size has a layout: ")
 
 
+def test_the_hundredfold_is_one_number() -> None:
+    """`layout distance` and `claims` say the same limit of H100."""
+    machines = ["--cluster", "8x8xH100-80"]
+    said = within("layout", "distance", "--ranks", "8", "--size", "100663296", *machines, "--json")
+    rows = {row["level"]: row for row in json.loads(said.succeeds().out)}
+    assert f" {rows['rack']['hundredfold_gbit_s']:.0f} Gbit/s" in MODELS["tp_over_nodes"]().ours
+
+
 # --- `holdfast claims` ----------------------------------------------------------------------------
 CLAIMS = load_claims()
 

@@ -136,6 +136,16 @@ def test_prune_keeps_what_it_is_told_to(copy: Path) -> None:
     within(*command, "--keep-last", "0").refuses("--keep-last")
 
 
+def test_a_kept_checkpoint_outlives_the_rules_until_it_is_released(copy: Path) -> None:
+    prune = ("checkpoint", "prune", copy, "--keep-last", "1", "--json")
+    assert within("checkpoint", "keep", f"{copy}@3").code == 0
+    assert "3 (kept)" in within("checkpoint", "list", copy).out
+    assert json.loads(within(*prune).succeeds().out)["removed"] == []
+    within("checkpoint", "keep", f"{copy}@4").refuses("step 4")
+    assert within("checkpoint", "keep", f"{copy}@3", "--release").code == 0
+    assert len(json.loads(within(*prune).succeeds().out)["removed"]) == 1
+
+
 def test_prune_never_removes_the_newest_that_is_whole(copy: Path) -> None:
     rot(copy, 6)
     found = within("checkpoint", "prune", copy, "--keep-last", "1", "--json")

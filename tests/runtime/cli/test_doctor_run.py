@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdfast.doctor import deadline as doctor_deadline
 from holdfast.doctor import store as doctor_store
 from holdfast.doctor.deadline import Deadlines
 from holdfast.doctor.nodes import check_links, check_memory, check_nodes, needs_by_node
-from holdfast.doctor.run import diagnose_run, spare_checks
+from holdfast.doctor.run import diagnose_run, missing_node_checks
 from holdfast.doctor.state import check_devices
 from holdfast.doctor.store import check_store
 from holdfast.elastic.protocol.node_check import LinkResult, NodeCheckReply, NodeMemory
@@ -203,9 +204,18 @@ def test_nodes_and_links_that_do_not_work_are_named() -> None:
     assert "round trip 800 µs" in nodes["node a"].found
     assert nodes["node b"].state == nodes["node c"].state == "fails"
     assert "HOLDFAST_SECRET_FILE" in nodes["node c"].remedy
-    (spare,) = spare_checks(None, answers)
+    (spare,) = missing_node_checks("runs/a", None, None, answers, {})
     assert (spare.name, spare.state) == ("node d", "good")
     assert "waits as a spare" in spare.found
+    config = RunConfig.model_validate({"layout": {"workers": 3}})
+    topology = place_layout(Layout(dp_replicate=2), 1, ("a", "c"))
+    lost = {"a": (0.0, "exit 1"), "b": (time.time(), "silent"), "d": (0.0, "exit 1")}
+    workers, joined, away = missing_node_checks("runs/a", config, topology, answers, lost)
+    assert (workers.state, workers.found) == ("weak", "2 of 3 train")
+    assert "holdfast join runs/a" in workers.remedy
+    assert "has joined" in joined.found
+    assert (away.name, away.state) == ("node b", "weak")
+    assert "silent" in away.found
     cut, good = check_links(answers)
     assert (cut.name, cut.state, cut.where) == ("link a to b", "fails", "10.0.0.2:7")
     assert "no packet arrives" in cut.found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +16,11 @@ import pytest
 from holdfast.cli import down as down_module
 from holdfast.cli import launch as launch_module
 from holdfast.cli import logs as logs_module
+from holdfast.errors import RunFolderError
 from holdfast.launch.owners import local
 from holdfast.launch.owners.owner import OwnedJob
+from holdfast.launch.run import launch_claim
+from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import read_resolved
 from holdfast.launch.start.begin import BegunRun, Start
 from holdfast.wire.store.run_location import make_local_folder
@@ -84,7 +88,8 @@ def test_a_job_from_launch_to_down(launched: Launched) -> None:
     assert launched.states == {"node-0": "running", "node-1": "running"}
     assert launched("status").code == 0
 
-    again = launched("launch", "--nodes", "2", "--json")
+    again = launched("launch", "--nodes", "2", "--json", "checkpoint.every_steps=2")
+    assert "nodes that start later: checkpoint.every_steps=2" in again.err
     assert "local has 2 nodes of this run already" in again.err
     assert json.loads(again.out)["nodes"] == 2
     assert launched("logs").out.count("at work") == 2, "no node was started again"
@@ -265,10 +270,50 @@ def test_a_run_that_another_trainer_has_is_not_launched(launched: Launched) -> N
     assert set(launched.states) == {"node-0"}, "the job of before"
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.metrics_port=9500", ("cluster.metrics_port", "use 0")),
+        ("cluster.interface=eth77", ("cluster.interface", "no address eth77", "127.0.0.1 (lo)")),
+        ("cluster.gloo_interface=eth77", ("cluster.gloo_interface", "eth77", "one of", "lo")),
+    ],
+)
+def test_what_nodes_here_cannot_listen_on_is_said_before_the_start(
+    launched: Launched, override: str, words: tuple[str, ...]
+) -> None:
+    launched("launch", "--nodes", "2", override).refuses(*words)
+    assert not (launched.folder / "launch.json").exists()
+
+
+def test_of_launchers_of_a_run_in_a_bucket_one_starts_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path / "bucket")
+    monkeypatch.setattr(launch_claim, "bucket_of_run", lambda folder: "s3://b/run")
+    monkeypatch.setattr(launch_claim, "store_of_run", lambda folder: store)
+    one, other = HolderWatch(tmp_path / "one"), HolderWatch(tmp_path / "other")
+    launch_claim.claim_launch(one.folder, "local", one)
+    launch_claim.claim_launch(one.folder, "local", one)  # its own is no hindrance
+    launch_claim.release_claim(other.folder)
+    with pytest.raises(RunFolderError, match="has launched this run"):
+        launch_claim.claim_launch(other.folder, "local", other)
+    launch_claim.release_claim(one.folder)
+    launch_claim.claim_launch(other.folder, "local", other)
+    monkeypatch.setattr(launch_claim, "START_TIME_S", 0.0)
+    monkeypatch.setattr(one, "wait_for_verdict", lambda: False)
+    launch_claim.claim_launch(one.folder, "local", one)
+
+
 def test_a_run_that_was_never_launched(trained: Trained, tmp_path: Path) -> None:
-    for command in ("status", "logs", "down"):
+    for command in ("logs", "down"):
         within(command, trained.folder).refuses("no launch of this run", "holdfast launch")
+    for command in ("status", "logs", "down"):
         within(command, tmp_path).refuses("there is no run here")
+    copied = shutil.copytree(trained.folder, tmp_path / "copied")
+    for folder in (trained.folder, copied):  # nodes and progress are in the journal
+        shown = within("status", folder)
+        assert shown.code == 1
+        assert "finished at step" in shown.out
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

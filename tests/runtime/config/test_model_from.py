@@ -139,14 +139,6 @@ def test_a_folder_without_an_adapter_is_refused(root: Path) -> None:
         _loaded(root, "model: {from: base}\nlora: {from: base}\n")
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_axes_that_need_a_sharding_table_are_refused(root: Path, axis: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        _loaded(root, "model: {from: base}\nlora: {rank: 4}\n", f"layout.{axis}=2")
-    assert f"layout.{axis} 2 needs a sharding table" in str(refused.value)
-    assert f"and lora has none; use {axis} 1, with dp_shard or replicas" in str(refused.value)
-
-
 def test_runs_without_adapters_keep_their_identity() -> None:
     """Keys at their defaults do not enter it, nor do names and places."""
     plain = config_hash(RunConfig())

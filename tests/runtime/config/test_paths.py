@@ -57,6 +57,9 @@ def test_the_home_is_filled_in(key: str) -> None:
         ("~no-such-user/x", "there is no such user"),
         ("x" * 300, "more than 255 bytes"),
         ('"a\\0b"', "a control character"),
+        ("s3//bucket/run", "write s3://"),
+        ("GS:bucket/run", "write gs://"),
+        ("http//bucket/run", "write s3://"),
     ],
 )
 def test_a_path_that_would_make_an_odd_folder_is_refused(key: str, value: str, says: str) -> None:

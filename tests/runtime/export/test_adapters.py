@@ -11,14 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.loading.load import load_config
-from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.config.sections.lora import LoraConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.core.sharding.adapters import adapted_layers, lora_parameters
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import StepDone
 from holdfast.launch.run.runs import read_resolved
-from holdfast.model.peft_folder import read_adapter
+from holdfast.model.huggingface import export_folder
+from holdfast.model.init import initial_tensor
+from holdfast.model.lora import merged
+from holdfast.model.peft_folder import read_adapter, write_adapter
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.adapters import GOLDEN, write_base, write_run
@@ -239,3 +246,41 @@ def test_a_run_of_the_full_model_has_no_adapters(tmp_path: Path, capsys: Capture
     based = here(capsys, "export", folder, "--to", to, "--base", tmp_path)
     based.refuses_last("no folder of frozen weights", "leave out --base")
     assert not to.exists()
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["attention.q", "ffn.up", "o_proj"]])
+def test_a_layer_of_phi_3_that_is_several_of_ours_gets_one_adapter(
+    tmp_path: Path, targets: list[str]
+) -> None:
+    """PEFT adds alpha / r * B A to the layer, with the rank and alpha of its patterns. That is what
+    a merged export adds. A layer of which one part is a target has zeros for the others."""
+    shape = {"family": "phi3", "rope_theta": 1e4, "vocab_size": 40, "kv_heads": 2, "ffn_dim": 24}
+    model = ModelConfig.model_validate(
+        {"preset": None, "layers": 2, "dim": 16, "heads": 4, **shape}
+    )
+    lora = LoraConfig(rank=2, alpha=6, targets=tuple(targets))
+    base = {row.name: initial_tensor(row, 3) for row in decoder_parameters(model)}
+    adapters = {row.name: torch.randn(row.shape) for row in lora_parameters(model, lora)}
+    both = dict(base)
+    for layer in adapted_layers(model, lora):
+        down, up = adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"]
+        both[f"{layer}.weight"] = merged(base[f"{layer}.weight"], down, up, lora.scale)
+    write_adapter(tmp_path / "adapter", model, lora, adapters, {})
+    for name, values in (("base", base), ("merged", both)):
+        export_folder(tmp_path / name, model, values, None)
+    before, after, peft = (
+        load_file(next((tmp_path / name).glob("*.safetensors")))
+        for name in ("base", "merged", "adapter")
+    )
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert "model.layers.1.self_attn.qkv_proj.weight" in before
+    for name, value in before.items():
+        layer = name.removesuffix(".weight")
+        if (down := peft.pop(f"base_model.model.{layer}.lora_A.weight", None)) is not None:
+            up = peft.pop(f"base_model.model.{layer}.lora_B.weight")
+            rank = config.get("rank_pattern", {}).get(layer, config["r"])
+            assert down.shape[0] == up.shape[1] == rank
+            scale = config.get("alpha_pattern", {}).get(layer, config["lora_alpha"]) / rank
+            value = value + scale * up @ down
+        torch.testing.assert_close(value, after[name])
+    assert not peft

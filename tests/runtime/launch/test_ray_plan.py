@@ -275,7 +275,7 @@ def test_a_child_that_ends_without_an_answer_is_one_sentence(
 
 def test_the_status_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     known = (NodeStatus("node-0", NodeState.RUNNING, "10.0.0.1, process 7"),)
-    answers = iter([JobStatus(known).to_json(), ""])
+    answers = iter([json.dumps(JobStatus(known).to_json()), ""])
     monkeypatch.setattr(ray_owner, "_ask", lambda _: RayAnswer(status=next(answers)))
     owner = ray_owner.RayOwner()
     assert owner.status(job_at("head:6379")) == list(known)

@@ -14,7 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.launch import LaunchConfig, SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus, OwnedJob
-from holdfast.launch.owners.slurm.commands import refuse_impossible, seconds_of
+from holdfast.launch.owners.slurm.commands import refuse_impossible, seconds_of, without_overriding
 from holdfast.launch.owners.slurm.owner import SlurmOwner, script_text
 from tests.support.commands import within, write_run_file
 from tests.support.fake_slurm import FakeSlurm
@@ -108,6 +108,13 @@ def test_a_bucket_brings_the_secret_by_a_file() -> None:
     text = SlurmOwner().describe(replace(request_of(), location="s3://lab/runs/tiny"))
     assert "export HOLDFAST_SECRET_FILE=/shared/runs/tiny/secret\n" in text
     assert "join s3://lab/runs/tiny --node '{node}'" in text
+
+
+def test_a_variable_of_sbatch_counts_only_where_the_run_file_is_silent() -> None:
+    script = "#!/bin/bash\n#SBATCH --time=4:00:00\n#SBATCH --partition=a\n#SBATCH --mem=1G\n"
+    names = ("TIMELIMIT", "PARTITION", "MEM_PER_CPU", "ARRAY_INX", "ACCOUNT")
+    environ = {"PATH": "/bin"} | {f"SBATCH_{name}": "x" for name in names}
+    assert without_overriding(environ, script) == {"PATH": "/bin", "SBATCH_ACCOUNT": "x"}
 
 
 def test_jobs_of_one_node_are_an_array() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -14,11 +15,15 @@ import pytest
 from holdfast.checkpoint.memory.arena import PAGE, Arena
 from holdfast.config.run import RunConfig
 from holdfast.machine.numa import device_numa_node, prefer_numa_node
+from holdfast.plan.hardware.cluster_file import parse_cluster
+from holdfast.plan.hardware.distance import hundredfold_gbit_s, times_dearer
+from holdfast.plan.hardware.link import Link
 from holdfast.plan.placing.domains import (
     ASSUMED_LINKS,
     LEVELS,
     DomainChooser,
     PlacementCosts,
+    links_of,
     meeting_level,
     placement_cost,
 )
@@ -157,6 +162,40 @@ def test_zones_are_worth_their_distance_only_if_they_fail_often() -> None:
         assert among is not None
         likely = min(node for node in among if node)
         assert len({there[0].zone, there[likely].zone}) == zones
+
+
+def test_links_and_losses_of_a_cluster_file_decide_where_replicas_stand() -> None:
+    """Racks that are lost often keep replicas apart, and a slow link between them together."""
+    there = nodes(["a", "a", "b", "b"], places=1, zone="z")
+    racks = []
+    for outside, lost in ((100, 20.0), (0.1, 0.0)):
+        text = f"""
+pools:
+  one: {{nodes: 4, devices: 1, device: A100-80, nodes_per_rack: 2,
+    outside: {{gbit_s: 400, latency_us: 5}}, across_racks: {{gbit_s: {outside}, latency_us: 9}}}}
+domain_losses_per_day: {{rack: {lost}}}
+"""
+        cluster = parse_cluster(text, "c.yaml")
+        plan = plan_layout(run(2), there, 1, cluster=cluster)
+        racks.append(len(set(racks_of(plan.topology.nodes, there))))
+    assert racks == [2, 1]
+
+
+def test_a_level_that_no_file_names_is_never_faster_than_a_nearer_one() -> None:
+    cluster = parse_cluster("pools: {a: {nodes: 2, devices: 8, device: V100-16}}", "c.yaml")
+    pool, links = cluster.pools[0], links_of(cluster)
+    assert [links[level] for level in LEVELS[:3]] == [pool.inside, pool.outside, pool.outside]
+    speeds = [links[level].bandwidth for level in LEVELS]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_ring_at_its_limit_is_a_hundred_times_dearer() -> None:
+    near = Link(3e-6, 200e9, 2.0)
+    for far in (Link(10e-6, 1.0), Link(10e-6, 1.0, 2.0)):
+        limit = hundredfold_gbit_s(near, far, 1e8, 8, 4)
+        there = replace(far, bandwidth=limit * 1e9 / 8 / 4)
+        assert times_dearer(near, there, 1e8, 8) == pytest.approx(100)
+    assert hundredfold_gbit_s(near, Link(1.0, 1.0), 1e3, 8, 4) == float("inf")
 
 
 def test_levels_come_from_names_of_zones_and_racks() -> None:

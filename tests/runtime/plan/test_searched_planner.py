@@ -119,7 +119,6 @@ def test_what_does_not_fit_is_cut_and_what_never_fits_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"lora": {"rank": 4, "base": "."}}, "lora.rank=4"),
         ({"task": {"name": "x:y"}}, "task.name=x:y"),
         ({"layout": {"replicas": [{"tp": 2}, {}]}}, "layout.replicas"),
         ({"layout": {"schedule": "pipedream", "pp": 2, "workers": 2}}, "layout.schedule=pipedream"),

@@ -20,6 +20,7 @@ from holdfast.events import (
     GenerationStarted,
     Record,
     ShardAwaited,
+    SparesChanged,
     StepDone,
     WorkerLost,
 )
@@ -210,6 +211,11 @@ def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
     run.steps(9, 9)
     progress = progress_of(run.records)
     assert progress.nodes == {"a": True, "b": True, "c": True}
+    waits = Record(9.0, 3, "agent", 9, SparesChanged(nodes=["d"]))
+    progress.observe(waits)
+    assert "● c   ○ d spare" in screen(progress, 90, 24), "a node that waits is not lost"
+    progress.observe(replace(waits, event=SparesChanged(nodes=[])))
+    assert "✗ d" in screen(progress, 90, 24)
     assert progress.lines[-1].text == "c joined: training stood still for 2.0 s"
     assert progress.lines[-2].text.endswith("; taken in: c")
 

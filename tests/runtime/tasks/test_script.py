@@ -102,6 +102,7 @@ def test_a_mistake_in_a_script_names_its_file(
         found = dict.fromkeys(task_run.PLANNED_KEYS, 0) | {"parameters": []}
         return found | {
             "sharding": [],
+            "positions": [],
             "notes": [],
             "source": "a",
             "data": "1",

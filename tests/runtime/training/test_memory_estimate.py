@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.runtime.plan_fidelity import drawn_estimates
 
 from holdfast.config.run import RunConfig
+from holdfast.plan.memory.activations import without_estimate
 from holdfast.plan.memory.estimate import rank_estimate
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size, microbatch_choices
 from holdfast.training.engine.engine import StepEngine
@@ -208,6 +210,42 @@ def test_the_estimate_of_components_is_the_accounted_peak(name: str) -> None:
         "train__batch_size": 64,
     }
     _compare(name, changes)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        5,
+        9,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60) if seed not in (5, 9)),
+    ],
+)
+def test_the_estimate_of_what_people_fine_tune_is_the_accounted_peak(seed: int) -> None:
+    """Documents, adapters, fp16, compiled blocks, windows; 5 and 9 need one rank, no compiler."""
+    for peak, said in drawn_estimates.compare(*drawn_estimates.drawn(seed)):
+        print(f"{drawn_estimates.in_words(seed)}: {peak}, {said}, {said / peak - 1:+.1%}")
+        assert abs(said - peak) <= WITHIN * peak
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "key"),
+    [
+        ("documents.fp32", {}, ""),
+        ("compiled.bf16", {}, ""),
+        ("documents.fp16", {"lora__rank": 4, "lora__base": "."}, ""),
+        ("compiled.fp32", {"lora__rank": 4, "lora__base": "."}, "train.compile with lora"),
+        ("compiled.fp32", {"model__window": 4}, "train.compile with model.window"),
+        ("fp32", {"task__name": "x:Y"}, "task x:Y"),
+        ("fp8", {}, "train.precision fp8"),
+        ("documents.fp32", {"model__window": 4}, "data.attention document with model.window"),
+        ("experts.ep2.fp32", {}, "layout.ep 2"),
+    ],
+)
+def test_a_run_without_an_estimate_is_named_with_its_key(
+    flags: str, changes: dict[str, Any], key: str
+) -> None:
+    of = case(f"{flags}.one")
+    assert without_estimate(config_of({**of.changes, **changes})) == key
 
 
 def _compare(name: str, changes: dict[str, Any]) -> None:

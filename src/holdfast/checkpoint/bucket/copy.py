@@ -124,9 +124,7 @@ class _NoLease:
     """None is needed where the checkpoint lies already."""
 
     def check(self) -> None: ...
-
     def renew(self) -> None: ...
-
     def release(self) -> None: ...
 
 

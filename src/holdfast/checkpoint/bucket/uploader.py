@@ -268,7 +268,8 @@ class Uploader:
             # What counts for nothing in the source takes no other checkpoint's place there.
             there = list_commits(target)
             nothing = {*self._rejected_keys(), *fencing.superseded_keys(self._source, there)}
-            for key in retention.removable_commits(target, self._retention, (), nothing):
+            kept = retention.kept_steps(self._source)
+            for key in retention.removable_commits(target, self._retention, (), nothing, kept=kept):
                 self._schedule_removal(key)
                 target.delete(key)
         for at in list(self._removal_attempts_left):

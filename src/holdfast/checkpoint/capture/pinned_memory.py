@@ -26,7 +26,6 @@ class PinningApi(Protocol):
     """Calls of a driver that lock pages. Each returns the driver's error code; 0: it succeeded."""
 
     def register(self, address: int, nbytes: int) -> int: ...
-
     def unregister(self, address: int) -> int: ...
 
     def clear_error(self) -> None:

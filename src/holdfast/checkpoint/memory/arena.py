@@ -23,14 +23,13 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from holdfast.core.json_parsing import Json
+from holdfast.core.json_parsing import JsonRow
 from holdfast.errors import CorruptError, NoRoomError
 from holdfast.machine import limits
 from holdfast.machine.numa import prefer_numa_node
@@ -50,8 +49,8 @@ _HOLD_OFFSET = 2048  # own cache line: 0 while the slot is free
 FREE, HELD = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+@dataclass(frozen=True)
+class SlotHeader(JsonRow):
     """The header of an intact slot. `layout` is a hash of the blob's header."""
 
     run: bytes
@@ -60,17 +59,6 @@ class SlotHeader:
     sequence: int
     length: int
     layout: bytes
-
-    def to_json(self) -> list[Json]:
-        run, layout = self.run.hex(), self.layout.hex()
-        return [run, self.generation, self.step, self.sequence, self.length, layout]
-
-    @staticmethod
-    def from_json(value: Sequence[Any]) -> SlotHeader:
-        """Raises ValueError and TypeError for what is no header."""
-        run, generation, step, sequence, length, layout = value
-        numbers = int(generation), int(step), int(sequence), int(length)
-        return SlotHeader(bytes.fromhex(run), *numbers, bytes.fromhex(layout))
 
 
 def identity_digest(data: bytes | str) -> bytes:

@@ -143,7 +143,6 @@ _ERROR_TYPES: dict[str, type[HoldfastError]] = {
     kind.__name__: kind for kind in (FencedError, CorruptError, AuthError, NoRoomError)
 }
 
-
 _USER_ERROR_TYPES: dict[str, type[UserError]] = {
     kind.__name__: kind for kind in (CheckpointError, StoreError, RunFolderError, OutOfSpaceError)
 }

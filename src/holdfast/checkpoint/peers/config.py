@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from holdfast.checkpoint.peers.client import split_address
-from holdfast.core.json_parsing import JsonObject, ParsedJson
+from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson
 from holdfast.policy.placement import Machine
 
 
@@ -22,15 +22,13 @@ class Peer:
         return self.machine.name
 
     def to_json(self) -> JsonObject:
-        return asdict(self.machine) | {"address": self.address}
+        return self.machine.to_json() | {"address": self.address}
 
     @staticmethod
     def from_json(value: ParsedJson) -> Peer:
         """Raises KeyError, TypeError and ValueError for what is no machine."""
-        row = dict(value)
-        address = str(row.pop("address"))
-        split_address(address)
-        return Peer(Machine(**row), address)
+        split_address(str(value["address"]))
+        return Peer(Machine.from_json(value), str(value["address"]))
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Cohort:
 
 
 @dataclass(frozen=True)
-class PeerSettings:
+class PeerSettings(JsonMessage):
     """`interface` and `port` are bound. `advertise` ("host:port" or "host", "" for what is bound)
     is the address that other machines use. Nothing is guessed from the host's name."""
 
@@ -89,14 +87,6 @@ class PeerSettings:
     stable: str | None = None
     bytes_per_second: float = 0.0  # 0: no bound
     room: int = 0  # bytes of memory for other machines' copies
-
-    def to_json(self) -> JsonObject:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: ParsedJson) -> PeerSettings:
-        peers = tuple(Peer(Machine(**p["machine"]), p["address"]) for p in value["peers"])
-        return PeerSettings(**{**value, "machine": Machine(**value["machine"]), "peers": peers})
 
     def advertised_address(self, bound_address: str) -> str:
         """Return the address that other machines use: `bound_address` is "host:port" of the

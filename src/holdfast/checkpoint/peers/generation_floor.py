@@ -61,7 +61,12 @@ def generation_floor(
             newest = max(newest, answer)
         elif isinstance(answer, AuthError):
             if not is_fresh:
-                raise _secret_refused(peer)
+                raise RunFolderError(
+                    f"{peer.address} does not accept the secret of this run folder, which is new",
+                    where=f"checkpoint.peers, {peer.name}",
+                    remedy=f"give both the same secret file (here: {SECRET_FILE_VARIABLE}); "
+                    f"if the run folder was lost, that of the lost run; or {START_OVER}",
+                )
         elif not is_fresh:
             say(f"{peer.name} cannot say what it holds of this run, whose folder is new: {answer}")
     if is_fresh and newest:
@@ -93,12 +98,3 @@ def _ask_peers(
         return []
     with ThreadPoolExecutor(len(peers), "ask") as threads:
         return list(zip(peers, threads.map(ask, peers), strict=True))
-
-
-def _secret_refused(peer: Peer) -> RunFolderError:
-    return RunFolderError(
-        f"{peer.address} does not accept the secret of this run folder, which is new",
-        where=f"checkpoint.peers, {peer.name}",
-        remedy=f"give both the same secret file (here: {SECRET_FILE_VARIABLE}); "
-        f"if the run folder was lost, that of the lost run; or {START_OVER}",
-    )

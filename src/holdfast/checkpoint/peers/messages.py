@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
-from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson
+from holdfast.core.json_parsing import JsonMessage
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.layout import Topology
 
@@ -25,16 +24,6 @@ class Inventory(JsonMessage):
 
     snapshots: tuple[str, ...]  # sealed part manifests, newest step first
     plans: Mapping[int, GenerationPlan]  # by generation
-
-    def to_json(self) -> JsonObject:
-        plans = {str(generation): plan.to_json() for generation, plan in self.plans.items()}
-        return {"snapshots": list(self.snapshots), "plans": plans}
-
-    @classmethod
-    def from_json(cls, value: ParsedJson) -> Self:
-        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
-        plans = {int(g): GenerationPlan.from_json(plan) for g, plan in value["plans"].items()}
-        return cls(tuple(map(str, value["snapshots"])), plans)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from holdfast.wire.store.run_store import MissingKeyError
 MIN_SLOTS_TO_PIN = 3
 """Slots of an arena from which on one is kept for what is being sent."""
 
-
 OFFER_ATTEMPTS = 3
 """Offers of one step that may fail before it is given up."""
 OFFER_RETRY_DELAYS_S = (0.5, 2.0)

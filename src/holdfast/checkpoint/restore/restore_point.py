@@ -178,7 +178,12 @@ class RestorePointFinder:
                 remedy=f"see why with: holdfast checkpoint verify RUN, or {START_OVER}",
             )
         if past is not None and not done:
-            raise _history_lost(past)
+            raise CheckpointError(
+                f"this run had a checkpoint of step {past}, and none is left",
+                where=COMMITS_PREFIX.rstrip("/"),
+                remedy="put the checkpoints back (what checkpoint.bucket names is asked), or "
+                f"{START_OVER}",
+            )
         return None
 
     def _fallback_positions(self) -> set[_Position]:
@@ -304,11 +309,3 @@ def _gather_parts(
 
 def _committed_positions(store: RunStore) -> set[_Position]:
     return {at for key in catalog.list_commits(store) if (at := parse_commit_key(key))}
-
-
-def _history_lost(past: int) -> CheckpointError:
-    return CheckpointError(
-        f"this run had a checkpoint of step {past}, and none is left",
-        where=COMMITS_PREFIX.rstrip("/"),
-        remedy=f"put the checkpoints back (what checkpoint.bucket names is asked), or {START_OVER}",
-    )

@@ -12,7 +12,6 @@ from holdfast.wire.term import GENERATIONS_PREFIX, newest_generation, newest_num
 
 STARTS_PREFIX = "starts/"
 
-
 _CLOSED = b'{"step": null}\n'  # A note's place that was taken: see `settle`
 
 

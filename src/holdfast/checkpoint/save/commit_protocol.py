@@ -40,7 +40,6 @@ LEADER_HOLD_S = 1.0
 """A question waits so long at the leader, while the followers are FEW; it has a thread for each."""
 FEW = 16
 
-
 SAVE_PATH = "/save"
 """Path of the requests to the leader's listener."""
 LEADER_ANSWER_TIMEOUT_S = 10.0

@@ -7,6 +7,7 @@ object is complete.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.checkpoint.restore.catalog import list_commits
@@ -21,7 +22,7 @@ from holdfast.core.format.manifest import (
     writer_name,
 )
 from holdfast.policy.saving.retention import removable_steps
-from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,28 @@ class RetentionRules:
 
     keep_last: int
     keep_every: int = 0
+
+
+KEPT_PREFIX = "kept/"
+"""Objects without bytes: each names a step whose checkpoints a user keeps."""
+
+
+def kept_steps(store: RunStore) -> set[int]:
+    """Return the steps whose checkpoints stay, whatever the rules say."""
+    names = (key.removeprefix(KEPT_PREFIX) for key in store.list(KEPT_PREFIX))
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def keep_step(store: RunStore, step: int) -> None:
+    """Keep the checkpoints of `step` until `release_step`."""
+    with suppress(AlreadyExistsError):
+        store.create(f"{KEPT_PREFIX}{step}", b"")
+
+
+def release_step(store: RunStore, step: int) -> None:
+    """Leave the checkpoints of `step` to the rules again."""
+    with suppress(MissingKeyError):
+        store.delete(f"{KEPT_PREFIX}{step}")
 
 
 def apply_retention(
@@ -63,9 +86,11 @@ def removable_commits(
     verified_steps: Collection[int],
     rejected_keys: Collection[str],
     coming_step: int | None = None,
+    kept: Collection[int] = (),
 ) -> list[str]:
-    """The commit objects that `retain` would remove, newest first.
+    """The commit objects that `apply_retention` would remove, newest first.
 
+    kept: steps that stay, with those that the store names.
     coming_step: counts as a step that has a checkpoint, for a save that needs room. The newest good
     checkpoint then stays. A checkpoint that was rejected counts for nothing. It stays as evidence
     for as long as an older one that is kept.
@@ -76,6 +101,7 @@ def removable_commits(
     removable = set(removable_steps(steps, rules.keep_last, rules.keep_every, verified_steps))
     if coming_step is not None:
         removable.discard(max(good, default=0))
+    removable -= kept_steps(store) | set(kept)
     oldest = min(good - removable, default=0)
     return [
         key

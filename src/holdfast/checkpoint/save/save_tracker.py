@@ -24,7 +24,6 @@ milliseconds later on the other node."""
 MAX_SAVES_KEPT = 64
 """No rank has more than a few steps on their way: its slots are two or three."""
 
-
 SaveId = tuple[int, int]
 """(generation, step)."""
 

@@ -143,7 +143,6 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 _GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh", "silu": "silu"}
 _BIASES = {False: "none", True: "qkvo"}
 
-
 _OPTIONAL_BIAS = choice("attention_bias", "attention_bias", _BIASES, False)
 _SILU = choice("hidden_act", "activation", _ACTIVATIONS, "silu")
 _ROTARY = rotary()

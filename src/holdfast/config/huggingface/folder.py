@@ -33,7 +33,6 @@ FETCH_AGAIN = "fetch it again"
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 16 * 2**20  # a config.json has some thousands
 
-
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_SETTINGS = (
     "tokenizer_config.json",

@@ -169,6 +169,13 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     info = field_at(path)
     example = find_example(path)
     remedy = nearest_value(info, value) or (f"{example} would work" if example else "")
+    if example in ("''", "[]"):  # would drop what the user wants
+        remedy = "remove it"
+    if kind in ("list_type", "tuple_type") and example == "[]" and isinstance(value, str):
+        remedy = f"use [{format_value(value)}]"
+    if kind == "string_pattern_mismatch" and (number := re.match(r"[0-9.]+[A-Za-z]", str(value))):
+        fits = re.search(context["pattern"], number[0])
+        remedy = f"use {number[0]}" if fits else remedy
     if kind == "literal_error":
         choices = _choices(context)
         meant = _VALUES_ELSEWHERE.get(str(value).lower().removeprefix("torch."))

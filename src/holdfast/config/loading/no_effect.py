@@ -197,7 +197,7 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
         "layout.sequence_parallel true, which cuts inputs of blocks anyway": (
             config.layout.sequence_parallel
         ),
-        "a task or adapters": not config.trains_decoder,
+        "a task": not config.has_decoder,
         f"train.memory.activations {train.memory.activations}, which moves inputs of blocks": (
             train.memory.activations != DEVICE
         ),

@@ -56,10 +56,11 @@ def expand_path(text: str) -> str:
         raise ConfigError(
             f"{text!r} has a control character", remedy="write a path of visible characters"
         )
-    if found := re.match("(s3|gs|az|file):(?!//)", text, re.IGNORECASE):
+    if found := re.match(r"(s3|gs|az|file|https?)(:(?!//)|//)", text, re.IGNORECASE):
+        scheme = "s3" if found[1].lower().startswith("http") else found[1].lower()
         raise ConfigError(
-            f"{text!r} is an address without its //",
-            remedy=f"write {found[1].lower()}://... for an address, or ./{text} for a folder",
+            f"{text!r} is an address without its ://",
+            remedy=f"write {scheme}://... for an address, or ./{text} for a folder",
         )
     path = os.path.expanduser(text)
     if path.startswith("~"):

@@ -58,13 +58,11 @@ _MEANING = {
     Change.NEVER: "both refuse it: no checkpoint of the run fits another value",
 }
 
-
 _EXPANDED = {
     "model.preset": (model_from.KEY, model_from.MEANING),
     "lora.rank": (lora_from.KEY, lora_from.MEANING),
 }
 """Keys that are no fields, by the field that they come after."""
-
 
 _KEYS_IN_ROW = 25  # of the table of classes; the longest sentence of tools/prose.py
 

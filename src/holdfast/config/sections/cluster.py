@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -61,8 +62,9 @@ class ClusterConfig(Section):
     """Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated by commas; a KEY
     may end with *"""
     prediction: str = ""
-    """path of what `holdfast predict fit` wrote: while this node is likely to be lost, its part of
-    each snapshot goes to peers; empty: no prediction"""
+    """path of what `holdfast predict fit` wrote: while this node is likely to be lost, its workers
+    move to free places of other nodes, or its part of each snapshot goes to peers; empty: no
+    prediction"""
     left_exit_code: int = Field(0, ge=0, le=255)
     """exit code of a node that is asked to leave before the last step. Some owners of machines
     replace a node only if its code is not 0"""
@@ -75,10 +77,16 @@ class ClusterConfig(Section):
     standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """idle processes that replace a lost worker at once; each costs memory; auto: 1 with several
     workers or on a device"""
-    node: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    node: str = Field("", pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]*)?$")
     """this node's name, unique in the run; empty: the machine's name"""
     places: int = Field(0, ge=0)
     """workers that fit on this node; 0: all workers of the run"""
+    workers_per_device: int = Field(1, ge=1, le=64)
+    """workers that share one device and its memory, alike on all nodes; more than 1: they exchange
+    data over gloo, through locked host memory (docs/guide/accelerators.md)"""
+    backend: Literal["auto", "nccl", "xccl", "gloo"] = "auto"
+    """library of exchanges between workers, alike on all nodes; auto: the device's own, or gloo
+    with several workers on a device; gloo: through the host's memory. nccl is RCCL on AMD"""
     min_nodes: int = Field(1, ge=1, description="with fewer nodes training stops")
     below_minimum: Literal["wait", "leave"] = "wait"
     """what to do with fewer than min_nodes: wait for more nodes, or save and leave (exit code 3)"""
@@ -94,6 +102,14 @@ class ClusterConfig(Section):
     """how long a minority of the nodes waits before it continues alone"""
     faults: str = ""
     """folder of faults that workers inject into themselves (holdfast chaos); empty: none"""
+
+    def broken_rules(self) -> Iterator[str]:
+        """Those of several workers on a device."""
+        if self.workers_per_device > 1 and self.backend not in ("auto", "gloo"):
+            yield (
+                f"backend {self.backend} refuses two ranks on one device, and workers_per_device "
+                f"is {self.workers_per_device}: use backend: gloo, or workers_per_device: 1"
+            )
 
     @property
     def replaces_all_workers(self) -> bool:

@@ -28,16 +28,14 @@ from holdfast.options.registry import option_keys
 
 @dataclass(frozen=True)
 class ModuleCuts:
-    """How a module that is not the decoder may be cut.
+    """How a module that is not the decoder itself may be cut."""
 
-    trained: the subject of a sentence. parts: name of each parameter that tp cuts -> its parts that
-    stay in one piece. is_known: False before the task was asked. can_have_table: a task may.
-    """
-
-    trained: str
-    parts: Mapping[str, int]
-    is_known: bool
-    can_have_table: bool
+    trained: str  # the subject of a sentence
+    parts: Mapping[str, int]  # name of each parameter that tp cuts -> its parts in one piece
+    is_known: bool  # False before the task was asked
+    can_have_table: bool  # a task may
+    of_decoder: bool = False  # adapters of the decoder, cut as its layers are
+    blocks: int = 0  # that a pipeline may share out; 0: a task names none
 
 
 def find_impossible_degrees(
@@ -74,9 +72,11 @@ def _refusals(
             f"layout.virtual_stages {layout.virtual_stages} has no effect on layout.schedule "
             f"{layout.schedule}: use layout.schedule interleaved, or virtual_stages 0"
         )
-    if cuts is None:
-        yield from _balance_costs(layout, model.layers)
     run = Checked(layout, model, train, cuts)
+    if run.has_decoder:
+        yield from _balance_costs(layout, "model.layers", model.layers)
+    elif cuts is not None and cuts.blocks:
+        yield from _balance_costs(layout, "task.blocks", cuts.blocks)
     for option in option_keys():
         yield option.refuse(run)
     yield from _experts(layout, model, train, cuts)
@@ -85,12 +85,12 @@ def _refusals(
         yield from _shard(key, degrees.dp_shard, shards, train)
         for option in option_keys():
             yield option.refuse_replica(run, key, degrees)
-        if cuts is None:
+        if run.has_decoder:
             yield from _context(key, degrees, layout, model, length)
-            yield from _pipeline(key, degrees, layout, model.layers)
+            yield from _pipeline(key, degrees, layout, "model.layers", model.layers)
             yield from _split_backward(key, degrees, layout, train)
-        else:
-            yield from _module(key, degrees, cuts, train)
+        elif cuts is not None:
+            yield from _module(key, degrees, layout, cuts, train)
         yield from _optimizer(key, degrees, layout.ep, train.optimizer)
         yield from _recompute(key, layout, train)
     if layout.workers:
@@ -109,7 +109,7 @@ def _refusals(
             yield f"layout.workers {workers} is not a multiple of {named}{product}: use {near}"
 
 
-def _balance_costs(layout: LayoutConfig, layers: int) -> Iterator[str]:
+def _balance_costs(layout: LayoutConfig, counted: str, layers: int) -> Iterator[str]:
     """Check that measured times are of all parts of the model, and are asked for."""
     costs, key = layout.balance_costs, "layout.balance_costs"
     if costs and layout.balance != "time":
@@ -119,7 +119,7 @@ def _balance_costs(layout: LayoutConfig, layers: int) -> Iterator[str]:
         )
     if costs and len(costs) != layers + 2:
         yield (
-            f"{key} has {len(costs)} times, but an embedding, {layers} blocks (model.layers) and a "
+            f"{key} has {len(costs)} times, but an embedding, {layers} blocks ({counted}) and a "
             f"head are {layers + 2}: use {layers + 2} times, or {key} []"
         )
 
@@ -219,18 +219,21 @@ def _context(
         )
 
 
-def _pipeline(key: str, degrees: DegreesConfig, layout: LayoutConfig, layers: int) -> Iterator[str]:
-    """Check that every stage holds at least one block, and named stages hold all blocks."""
+def _pipeline(
+    key: str, degrees: DegreesConfig, layout: LayoutConfig, counted: str, layers: int
+) -> Iterator[str]:
+    """Check that every stage holds at least one block, and named stages hold all blocks. counted:
+    the key that has their number."""
     pp, stages = degrees.pp, list(degrees.stages)
     number = pp * layout.stages_a_worker if pp > 1 else 1
     if pp > layers:
-        yield f"{key}.pp {pp} is more than model.layers {layers}: use {layers} or less"
+        yield f"{key}.pp {pp} is more than {counted} {layers}: use {layers} or less"
     if number > layers:
         fewer = layers // layout.stages_a_worker
         near = (f"{key}.pp {fewer}, or " if fewer > 1 else "") + "layout.schedule 1f1b"
         yield (
             f"{key}.pp {pp} under layout.schedule {layout.schedule} has {number} stages, but "
-            f"model.layers is {layers}: use "
+            f"{counted} is {layers}: use "
             + (f"layout.virtual_stages {layers // pp}" if layout.virtual_stages else near)
         )
     even = [layers // number + (stage < layers % number) for stage in range(number)]
@@ -240,7 +243,7 @@ def _pipeline(key: str, degrees: DegreesConfig, layout: LayoutConfig, layers: in
         yield f"{key}.stages {stages} has {len(stages)} of {stages_of} stages: {instead}"
     if stages and sum(stages) != layers:
         yield (
-            f"{key}.stages {stages} holds {sum(stages)} blocks, but model.layers is {layers}: "
+            f"{key}.stages {stages} holds {sum(stages)} blocks, but {counted} is {layers}: "
             f"{instead}"
         )
 
@@ -271,7 +274,7 @@ def _split_backward(
 
 
 def _module(
-    key: str, degrees: DegreesConfig, cuts: ModuleCuts, train: TrainConfig
+    key: str, degrees: DegreesConfig, layout: LayoutConfig, cuts: ModuleCuts, train: TrainConfig
 ) -> Iterator[str]:
     """Check a module that is not the decoder. tp divides the parts of its table. It is one stage,
     and has all tokens of a sample."""
@@ -288,16 +291,37 @@ def _module(
         if parts % tp:
             near = nearest_degrees(tp, lambda d: common % d == 0, common)
             yield f"{key}.tp {tp} does not divide the {parts} parts of {name}: use {near}"
-    if degrees.pp > 1:
-        yield (
-            f"{key}.pp {degrees.pp} needs a sharding table with stages, and {cuts.trained} has "
-            "none: use pp 1, with dp_shard or replicas"
-        )
+    if degrees.pp > 1 and cuts.is_known:
+        yield from _blocks(key, degrees, layout, cuts)
     if degrees.cp > 1:
         yield (
             f"{key}.cp {degrees.cp} cuts samples of the built-in decoder, and {cuts.trained} is "
             "trained: use cp 1, with dp_shard or replicas"
         )
+
+
+def _blocks(
+    key: str, degrees: DegreesConfig, layout: LayoutConfig, cuts: ModuleCuts
+) -> Iterator[str]:
+    """Check that a task names blocks, and that its stages are one a worker."""
+    if not cuts.blocks:
+        write = ", or write a PipelineTask, which names them" if cuts.can_have_table else ""
+        yield (
+            f"{key}.pp {degrees.pp} shares out blocks, and {cuts.trained} names none: use pp 1, "
+            f"with dp_shard or replicas{write}"
+        )
+        return
+    if layout.schedule not in ("1f1b", "gpipe"):
+        yield (
+            f"layout.schedule {layout.schedule} is for the built-in decoder, and {cuts.trained} is "
+            "trained: use layout.schedule 1f1b"
+        )
+    if degrees.tp > 1:
+        yield (
+            f"{key}.pp {degrees.pp} of a task does not work with {key}.tp {degrees.tp}: use pp 1, "
+            "or tp 1"
+        )
+    yield from _pipeline(key, degrees, layout, "task.blocks", cuts.blocks)
 
 
 def _optimizer(

@@ -49,9 +49,9 @@ class LayoutConfig(DegreesConfig):
     """auto, or `layout: auto` for short: the planner chooses workers, degrees, schedule,
     virtual_stages, zero, train.recompute and train.microbatch_size. Those that are given are its
     limits"""
-    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp"], ...] = ()
-    """with mode auto: degrees that no change of nodes changes (planned: those that the run file
-    gives)"""
+    fixed: tuple[Literal["pp", "dp_shard", "cp", "tp", "workers"], ...] = ()
+    """with mode auto: degrees that no change of nodes changes. workers: so many are used while they
+    are there (planned: those that the run file gives)"""
     workers: int = Field(0, ge=0, le=2**20)
     """workers; 0: one copy of the model, on cuda one for each device (planned)"""
     zero: Literal[1, 2, 3] = 3

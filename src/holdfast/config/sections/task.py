@@ -35,6 +35,11 @@ class TaskConfig(Section):
     sharding: InPlace[tuple[str, ...]] = ()
     """how tensor parallelism cuts the task's parameters: name, dim and parts, or partial
     (planned)"""
+    blocks: InPlace[int] = Field(0, ge=0)
+    """blocks of the task that pipeline parallelism shares out; 0: it names none (planned)"""
+    positions: InPlace[tuple[str, ...]] = ()
+    """where the task's parameters are used: name, and numbers of blocks; -1 is before the first,
+    and task.blocks after the last (planned)"""
 
     @property
     def label(self) -> str:

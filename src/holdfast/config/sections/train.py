@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -82,6 +82,10 @@ class TrainConfig(Section):
     precision: Branch[Literal["fp32", "float64", "bf16", "fp16", "fp8"]] = "fp32"
     """bf16: fp32 parameters, bf16 compute, fp32 reduction; fp16: the same in float16, with a loss
     scale that adapts itself. fp8: bf16, with the blocks' products in float8, through torchao"""
+    loss_chunk: Branch[Annotated[int, Field(ge=64)] | Literal["auto"]] = "auto"
+    """tokens whose logits the loss holds at a time; the head, the softmax and their gradients are
+    computed chunk by chunk. auto: 2^24 logits on a CPU, 2^28 on an accelerator, there a power of
+    two; at least 64 tokens"""
     compile: Branch[bool] = Field(False, description="torch.compile of each block")
     recompute: InPlace[Recompute | tuple[Recompute, ...]] = "none"
     """what is run again in the backward pass, so that less is kept; the curve stays the same. full:

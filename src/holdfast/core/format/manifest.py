@@ -19,11 +19,11 @@ from functools import partial
 from itertools import chain
 from math import prod
 from operator import eq
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonMessage, Key, ParsedJson, parse_json
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec
@@ -121,8 +121,8 @@ class Extent(NamedTuple):
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+@dataclass(frozen=True)
+class Blob(JsonMessage):
     """A safetensors file. Extents follow each other from byte 0, `extent_bytes` long, the last
     one shorter; the header of the file is inside the first."""
 
@@ -130,7 +130,7 @@ class Blob:
     size: int
     data_start: int
     extent_bytes: int
-    checksums: tuple[str, ...]
+    checksums: Annotated[tuple[str, ...], Key("xxh3")]
 
     def extent(self, number: int) -> Extent:
         offset = number * self.extent_bytes
@@ -143,24 +143,9 @@ class Blob:
             for number in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
                 yield self.extent(number)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "size": self.size,
-            "data_start": self.data_start,
-            "extent_bytes": self.extent_bytes,
-            "xxh3": list(self.checksums),
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Blob:
-        blob = Blob(
-            str(value["key"]),
-            int(value["size"]),
-            int(value["data_start"]),
-            int(value["extent_bytes"]),
-            tuple(map(str, value["xxh3"])),
-        )
+    @classmethod
+    def from_json(cls, value: ParsedJson) -> Self:
+        blob = super().from_json(value)
         if blob.extent_bytes < 1 or len(blob.checksums) != -(-blob.size // blob.extent_bytes):
             raise ValueError(f"{blob.key}: {len(blob.checksums)} checksums for {blob.size} bytes")
         return blob

@@ -65,7 +65,7 @@ def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
             raise ModelFolderError(
                 f"{name} is one layer for PEFT and several of Holdfast's, so their adapters do not "
                 "fit each other",
-                remedy="export the merged model with --format hf",
+                remedy="merge the adapter with PEFT, and name the result in model.from",
             )
         for matrix in (DOWN, UP):
             found[f"{ours}.{matrix}"] = f"{PREFIX}{name}.{matrix}.weight"

@@ -7,13 +7,14 @@ A layer has two names: ours (`layers.0.attention.q`) and that of Hugging Face
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from holdfast.config.sections.lora import ALL_LINEAR
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import Init, Parameter, Uniform, Zeros, decoder_parameters
+from holdfast.core.sharding.sharding_table import Sharding, sharding_table
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:  # the mover has no use for pydantic
@@ -85,3 +86,35 @@ def adapter_init(name: str, shape: tuple[int, ...]) -> Init:
 def lora_parameters(model: ModelConfig, lora: LoraConfig) -> tuple[Parameter, ...]:
     """The rows of all that a run of adapters trains, in the order of the module's."""
     return adapter_rows(adapted_layers(model, lora), lora.rank)
+
+
+def adapter_shardings(model: ModelConfig, lora: LoraConfig) -> dict[str, Sharding]:
+    """How tp and pp cut the adapters: by parameter name, in the order of `lora_parameters`.
+
+    B of a layer whose outputs tp cuts is cut as they are, and A of a layer whose inputs it cuts.
+    The other matrix is complete on each rank. Its gradient is a sum over ranks: each has some
+    outputs, or some inputs. So it counts as used inside a region.
+    """
+    base, found = sharding_table(model), dict[str, Sharding]()
+    for layer in adapted_layers(model, lora):
+        row = base[f"{layer}.weight"]
+        for matrix, dim in ((DOWN, 1), (UP, 0)):
+            is_cut = row.tp_dim == dim
+            units = row.tp_units if is_cut else 1
+            cut = Sharding(dim if is_cut else None, units, row.positions, per_token=False)
+            found[f"{layer}.{matrix}"] = cut
+    return found
+
+
+def refuse_bare_stage(
+    model: ModelConfig, lora: LoraConfig, blocks: Collection[int], where: str
+) -> None:
+    """Raises ConfigError for blocks of a worker of a pipeline that have no adapter at all."""
+    sharding = adapter_shardings(model, lora)
+    if not any(row.positions[0] in blocks for row in sharding.values()):
+        raise ConfigError(
+            f"a worker of the pipeline has blocks {', '.join(map(str, sorted(blocks)))}, and "
+            "lora.targets means no layer in them, so it would have nothing to train",
+            where=where,
+            remedy="use layout.pp 1, or name layers of each block, such as q_proj",
+        )

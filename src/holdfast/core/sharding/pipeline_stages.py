@@ -105,26 +105,14 @@ def times_again(
     )
 
 
-def check_number_of_stages(model: ModelConfig, stages: int) -> None:
+def check_number_of_stages(blocks: int, stages: int) -> None:
     """Raises LayoutError unless each stage can have a block."""
-    if not 1 <= stages <= model.layers:
+    if not 1 <= stages <= blocks:
         raise LayoutError(
-            f"{stages} stages cannot share {model.layers} blocks",
+            f"{stages} stages cannot share {blocks} blocks",
             where="layout.pp",
-            remedy=f"use {model.layers} or less",
+            remedy=f"use {max(1, blocks)} or less",
         )
-
-
-def split_stages(costs: BlockCosts, stages: int) -> Stages:
-    """The best contiguous split by time, and by parameters among equally fast ones."""
-
-    def time(stage: int, start: int, stop: int) -> float:
-        return costs.cost(0, stages, stage, start, stop)
-
-    def parameters(stage: int, start: int, stop: int) -> float:
-        return costs.cost(1, stages, stage, start, stop)
-
-    return best_split(len(costs.times), stages, time, parameters)
 
 
 def best_split(blocks: int, stages: int, first: StageCost, second: StageCost) -> Stages:

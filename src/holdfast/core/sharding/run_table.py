@@ -4,18 +4,21 @@ The built-in decoder's rows follow from `model`. Those of a task stand in the co
 the launcher has put them (`tasks/child.py` reads them off the module). Everything else asks
 here, so that agent, mover and planner know no model.
 
-A run of adapters (`lora`) trains their rows alone: the base's are none of the state.
+A run of adapters (`lora`) trains their rows alone: the base's are none of the state. tp and pp cut
+those of the decoder as they cut its layers.
 
-A task's rows have no pipeline cut. tp cuts those of its sharding table (`task.sharding`), and
-dp_shard cuts each along dim 0, as FSDP2 does.
+Of a task's rows, tp cuts those of its sharding table (`task.sharding`). pp gives them to stages by
+their positions (`task.positions`). dp_shard cuts each along dim 0, as FSDP2 does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
-from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.adapters import adapter_shardings, lora_parameters
 from holdfast.core.sharding.optimizer_state import velocity_rows
 from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
@@ -72,13 +75,29 @@ def sharding_of_text(text: str) -> tuple[str, Sharding]:
     return name, Sharding(dim, units, (), per_token=False)
 
 
-def _task_shardings(config: RunConfig) -> Iterator[Sharding]:
-    """The cut of each row of a task. A row that the table does not name is complete, with its
-    complete gradient, on each rank."""
+def positions_text(name: str, positions: Sequence[int]) -> str:
+    """A row of `task.positions`: "name 3", or "name -1 4" of what both ends use."""
+    return " ".join([name, *map(str, positions)])
+
+
+def positions_of_text(text: str) -> tuple[str, tuple[int, ...]]:
+    """The name and the positions that `positions_text` wrote. Raises ValueError for another
+    text."""
+    name, *positions = text.split(" ")
+    return name, tuple(int(position) for position in positions)
+
+
+def _shardings(config: RunConfig) -> Iterator[Sharding]:
+    """The cut of each row of adapters or a task. A row that the task's table does not name is
+    complete, with its complete gradient, on each rank."""
+    if config.has_decoder:
+        yield from adapter_shardings(config.model, config.lora).values()
+        return
     known = dict(map(sharding_of_text, config.task.sharding))
+    places = dict(map(positions_of_text, config.task.positions))
     complete = Sharding(None, 1, (), per_token=True)
     for row in run_parameters(config):
-        yield known.get(row.name, complete)
+        yield replace(known.get(row.name, complete), positions=places.get(row.name, ()))
 
 
 def run_parameters(config: RunConfig) -> tuple[Parameter, ...]:
@@ -100,8 +119,8 @@ def run_parameter_table(config: RunConfig) -> StateTable:
         return parameter_table(config.model, precision, layout.ep, layout.component_degrees)
     dtype = STATE_DTYPE[precision]
     return tuple(
-        TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units)
-        for p, cut in zip(run_parameters(config), _task_shardings(config), strict=True)
+        TensorSpec(p.name, dtype, p.shape, 0, cut.tp_dim, cut.tp_units, cut.positions)
+        for p, cut in zip(run_parameters(config), _shardings(config), strict=True)
     )
 
 
@@ -120,7 +139,7 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
         sequence, degrees = layout.sequence_parallel, layout.component_degrees
         rows = decoder_rows(config.model, sequence, layout.ep, degrees)
     else:
-        found = run_parameter_table(config), run_parameters(config), _task_shardings(config)
+        found = run_parameter_table(config), run_parameters(config), _shardings(config)
         rows = [
             GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
             for spec, row, cut in zip(*found, strict=True)
@@ -128,9 +147,26 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
     return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
 
 
+def count_blocks(config: RunConfig) -> int:
+    """The blocks that a pipeline shares out; 0: there are none."""
+    return config.model.layers if config.has_decoder else config.task.blocks
+
+
 def run_block_costs(config: RunConfig) -> BlockCosts:
-    """What a move of blocks between stages costs. All but the decoder is
-    one block."""
-    if not config.trains_decoder:
-        return BlockCosts((0.0,), (sum(p.size for p in run_parameters(config)),))
-    return block_costs(config.model, config.data.sequence_length)
+    """What a move of blocks between stages costs. A task without blocks is one. The time of a
+    task's block is taken as its number of parameters."""
+    trained = run_parameter_table(config)
+    count = count_blocks(config)
+    if not count:
+        return BlockCosts((0.0,), (sum(prod(row.shape) for row in trained),))
+    if config.trains_decoder:
+        return block_costs(config.model, config.data.sequence_length)
+    sizes = dict.fromkeys(range(-1, count + 1), 0)
+    for row in trained:
+        sizes[row.positions[0]] += prod(row.shape)
+    first, *blocks, last = sizes.values()
+    times, end = tuple(map(float, blocks)), float(last)
+    if config.has_decoder:
+        costs = block_costs(config.model, config.data.sequence_length)
+        times, end = costs.times, costs.last[0]
+    return BlockCosts(times, tuple(blocks), (0.0, first), (end, last))

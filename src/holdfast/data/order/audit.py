@@ -124,7 +124,6 @@ class AuditedData(Protocol):
 
     @property
     def source_names(self) -> tuple[str, ...]: ...
-
     def is_version(self, version: str) -> bool: ...
 
 
@@ -137,9 +136,7 @@ class AuditedBatches(Protocol):
 
     @property
     def dataset(self) -> AuditedData: ...
-
     def hash_of(self, start: int, stop: int) -> str: ...
-
     def blank_hash(self, samples: int) -> str: ...
 
 

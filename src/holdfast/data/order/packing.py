@@ -19,9 +19,7 @@ class MaskedStream(Protocol):
     """`dataset.TokenStream` of chat data is one."""
 
     def read(self, start: int, stop: int) -> NDArray[Any]: ...
-
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]: ...
-
     def document_starts(self) -> NDArray[np.int64]: ...
 
 

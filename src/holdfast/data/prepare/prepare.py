@@ -76,7 +76,6 @@ COMPARED_TEXTS, COMPARED = 16, 2000
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of a file system that has no locks."""
 
-
 Say = Callable[[str], None]
 MakePool = Callable[[int], Pool]
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.borders import says_nothing
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonMessage, parse_json
 from holdfast.data.read.chat_borders import (
     COLUMNS,
     KWARGS,
@@ -49,7 +49,7 @@ OWN_TEMPLATE = "mend the template in a copy of the folder, or name another in da
 
 
 @dataclass(frozen=True)
-class ChatFormat:
+class ChatFormat(JsonMessage):
     """How the rows of a run's chat sources become text. JSON-safe.
 
     template: "" if no row needs one. variables: what the template knows of the tokenizer and the
@@ -65,12 +65,6 @@ class ChatFormat:
     weights: bool = False
     tool_template: str = ""
     others: tuple[str, ...] = ()  # names of templates of the folder that no row takes
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> ChatFormat:
-        lists = {key: tuple(value[key]) for key in ("special", "train_on", "others")}
-        variables = tuple((str(k), v) for k, v in value["variables"])
-        return ChatFormat(**{**value, **lists, "variables": variables})
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ BY_KEY = {
 }
 """`data.chat.template`: the forms of ChatML, of Llama 3 and of Alpaca."""
 
-
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates that are taken by themselves: for rows, and for rows with tools."""
 FOLDERS = ("chat_templates", "additional_chat_templates")

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128
 
+from holdfast.core.json_parsing import JsonMessage
 from holdfast.data.read import columnar_sources, text_sources
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
@@ -40,7 +41,7 @@ Ranges = list[list[tuple[str, int, int]]]
 
 
 @dataclass(frozen=True)
-class Unit:
+class Unit(JsonMessage):
     """Piece `index` of the full preparation; `parts` are (path, start, stop) of its kind.
 
     kind: text, jsonl, csv, parquet, arrow or huggingface: how the parts are read. start and stop
@@ -62,15 +63,6 @@ class Unit:
     @property
     def is_chat(self) -> bool:
         return self.chat is not None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Unit:
-        parts = tuple((str(p), int(a), int(b)) for p, a, b in value["parts"])
-        chat = None if value["chat"] is None else ChatFormat.from_json(value["chat"])
-        return Unit(**{**value, "parts": parts, "chat": chat})
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ class Encoder(Protocol):
     encode_special_tokens: bool
 
     def encode_batch_fast(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
-
     def encode_batch(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 
 

@@ -22,7 +22,6 @@ PARTITION_DOCUMENTS = 1 << 22
 # [documents, 3]: hash high, hash low, bytes (0: an empty document)
 DocumentRows = NDArray[np.uint64]
 
-
 Scope = bool | Literal["within_source"]
 """`data.deduplicate`: True compares the documents of all sources."""
 

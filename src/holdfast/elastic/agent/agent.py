@@ -43,6 +43,7 @@ from holdfast.elastic.agent.monitors import (
     check_progress_forever,
     check_save_forever,
     report_spare_forever,
+    report_spares_forever,
 )
 from holdfast.elastic.agent.parts import AgentParts
 from holdfast.elastic.agent.requests import RequestHandlers
@@ -85,14 +86,17 @@ class NodeAgent:
         *,
         observers: Sequence[Observer] = (),
         render_metrics: Callable[[], bytes] = lambda: b"",
+        seen_progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
         say: Say = print,
         say_last: Say | None = None,
     ) -> None:
         """control_socket: the bound socket whose address other agents find in the run store.
-        planner: lays a generation out over the nodes. say: prints one line for the user. say_last:
+        planner: lays a generation out over the nodes. seen_progress: returns the newest step and
+        the newest committed step of the views. say: prints one line for the user. say_last:
         prints the result, after the views have shown all records; None: `say` does."""
         self._context, self._control_socket, self._planner = context, control_socket, planner
         self._render_metrics, self._say = render_metrics, (say := logged(say))
+        self._seen_progress = seen_progress
         self._say_last = say if say_last is None else logged(say_last)
         self._records = RunRecords(context, observers, say)
         self._notice_source = make_notice_source(context.config.cluster)
@@ -146,7 +150,8 @@ class NodeAgent:
             await self._parts.close()
 
     async def _serve(self, metrics: socket.socket) -> int:
-        handlers, refusals = RequestHandlers(self._parts), self._parts.refusals
+        handlers = RequestHandlers(self._parts, self._seen_progress, address_of(metrics))
+        refusals = self._parts.refusals
         cluster = self._context.config.cluster
         stalled = STALLED_AFTER_TIMEOUTS * cluster.progress_seconds
         listeners = [
@@ -177,6 +182,10 @@ class NodeAgent:
         ]
         check_save = self._parts.shutdown_controller.check_save
         watches.append(asyncio.create_task(check_save_forever(beat, check_save)))
+        if self._context.single_node_term is None:
+            emit = self._records.progress.emit_once_begun
+            spares = report_spares_forever(cluster.beat_seconds, self._parts.spares, emit)
+            watches.append(asyncio.create_task(spares))
         if self._prediction is not None:
             check = self._parts.shutdown_controller.check_prediction
             watches.append(asyncio.create_task(check_prediction_forever(self._prediction, check)))

@@ -13,7 +13,7 @@ from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.elastic.protocol.generation_record import read_record
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError
-from holdfast.events import RequestsRefused
+from holdfast.events import RequestsRefused, SparesChanged
 from holdfast.wire.http.refusals import Refusals, describe_refusals
 from holdfast.wire.term import newest_generation
 
@@ -62,9 +62,27 @@ async def report_spare_forever(
             if topology is not None and topology.world_size >= wanted:
                 has_said = True
                 say(
-                    f"{context.node} waits as a spare: layout.workers is {wanted}; it takes over "
-                    "when a worker is lost"
+                    f"{context.node} waits as a spare: all {wanted} workers of the run have a "
+                    "place; it takes over when one is lost"
                 )
+
+
+async def report_spares_forever(
+    interval_s: float,
+    spares: Callable[[], tuple[str, ...] | None],
+    emit: Callable[[SparesChanged], None],
+) -> None:
+    """Emit the spares when they have changed and stay the same for an interval; never ends.
+
+    spares: returns the names; None while another agent coordinates."""
+    before, emitted = spares(), None
+    while True:
+        await asyncio.sleep(interval_s)
+        found = spares()
+        if found is not None and found == before and found != emitted:
+            emit(SparesChanged(nodes=list(found)))
+        emitted = found if found in (None, before) else emitted
+        before = found
 
 
 async def check_prediction_forever(

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from holdfast.checkpoint.peers.config import Peer
-from holdfast.core.devices import device_kind
+from holdfast.core.devices import run_device_kind
 from holdfast.elastic.agent.final_upload import FinalUpload
 from holdfast.elastic.agent.run_records import LearntProgress
 from holdfast.elastic.event_log import Say
@@ -68,7 +68,7 @@ class NodeProcesses:
             on_mover_exit=self._on_mover_exit,
             on_fork_server_exit=self._on_fork_server_exit,
             say=self._say,
-            devices=DevicePlaces(device_kind(it.config.device), it.places),
+            devices=DevicePlaces(run_device_kind(it.config), it.places),
         )
         self.final_upload = FinalUpload(
             self.mover, it.config.checkpoint.bucket_wait_seconds, self._say

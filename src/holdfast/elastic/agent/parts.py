@@ -191,6 +191,15 @@ class AgentParts:
             committed_step=lambda: self.records.progress.committed_step,
         )
 
+    def spares(self) -> tuple[str, ...] | None:
+        """Return the nodes that have joined and have no place in the generation; None if this agent
+        does not coordinate a generation."""
+        coordinator = self.role_loop.coordinator
+        if coordinator is None or not self.records.progress.newest_generation:
+            return None
+        joined = {node.name for node in coordinator.state.nodes}
+        return tuple(sorted(joined - set(self.role_loop.agent_addresses)))
+
     # --- requests of one part to several --------------------------------------------------------
     def _on_generation_created(self, generation: int) -> None:
         """Open a generation whose object this agent has created."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.elastic.agent import health
@@ -39,6 +40,11 @@ class RequestHandlers:
     """Handlers of the requests to one agent, and its parts that know the answers."""
 
     parts: AgentParts
+    seen_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns the newest step and the newest committed step that the views have seen."""
+
+    health_address: str = ""
+    """Of the listener of `/healthz`."""
 
     def make_application(self) -> SignedApplication:
         """Return the application of the control listener."""
@@ -109,18 +115,17 @@ class RequestHandlers:
 
     async def handle_node_check(self, generation: int, check: NodeCheck) -> NodeCheckReply:
         """Handle a check of `holdfast doctor`."""
-        reply = await check_node(self.health_status(), check)
-        coordinator = self.parts.role_loop.coordinator
-        if coordinator is None:
-            return reply
-        joined = {node.name for node in coordinator.state.nodes}
         return replace(
-            reply, spares=tuple(sorted(joined - set(self.parts.role_loop.agent_addresses)))
+            await check_node(self.health_status(), check),
+            spares=self.parts.spares() or (),
+            health=self.health_address,
         )
 
     def health_status(self) -> HealthStatus:
         """Return the answer to `/healthz`."""
         current, progress = self.parts.node_runner.worker_group, self.parts.records.progress
+        step, committed = self.seen_progress()
+        committed = max(committed, progress.committed_step)
         return HealthStatus(
             health.describe_state(
                 self.parts.node_runner.stage,
@@ -131,8 +136,8 @@ class RequestHandlers:
             self.parts.role_loop.state.term,
             str(self.parts.role_loop.state.role),
             progress.newest_generation,
-            progress.committed_step if current is None else current.reached_step,
-            progress.committed_step,
+            max(step, committed) if current is None else current.reached_step,
+            committed,
             0 if current is None else len(current.workers.live_workers),
             0 if current is None else current.topology.world_size,
             0 if current is None else len(set(current.topology.nodes)),

@@ -31,7 +31,13 @@ from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.elastic.protocol.notice_messages import EmergencyReply, Notice
 from holdfast.elastic.run_result import EndReason, unsaved_sentence
 from holdfast.errors import HoldfastError, UserError
-from holdfast.events import NoticeReceived, SaveWaiting, StopRequested
+from holdfast.events import (
+    NoticeReceived,
+    PredictedMove,
+    PredictionFailed,
+    SaveWaiting,
+    StopRequested,
+)
 from holdfast.policy.membership.election import Role
 from holdfast.policy.membership.transitions import NodeStage, Phase
 
@@ -242,17 +248,32 @@ class ShutdownController:
             self.begin_shutdown(notice.source, notice.seconds)
 
     def check_prediction(self, watch: PredictionWatch) -> None:
-        """Save this node's part early if a predictor says so. Called again and again."""
-        current = self.node_runner.worker_group
+        """Save this node's part early, or let its workers move, if a predictor says so. Called
+        again and again."""
+        current, now = self.node_runner.worker_group, self._clock()
         if current is None or self.reason is not None:
             return
-        watch.observe_nodes(frozenset(current.topology.nodes), self._clock())
-        prices = self.notice_handler.response_prices(current.topology)
-        due = watch.check(self._clock(), prices)
-        if due is not None and self.node in current.topology.nodes:
-            self.notice_handler.handle_prediction(
-                due, self.node, current.topology, self._newest_step
-            )
+        watch.end_alarms(now)
+        while watch.failed:
+            failed = PredictionFailed(self.node, watch.failed.pop(), step=self._newest_step)
+            self.event_log.emit("agent", failed)
+        if self.node not in current.topology.nodes or self.node_runner.is_spare:
+            return
+        present = self.role_loop.agent_addresses
+        watch.observe_nodes(frozenset(current.topology.nodes), now, present)
+        prices = self.notice_handler.response_prices(
+            current.topology, self.role_loop.has_replacement
+        )
+        due = watch.check(now, prices)
+        if due is None:
+            return
+        if due.is_move:
+            move = PredictedMove(self.node, due.left_s, due.reason, step=self._newest_step)
+            self.event_log.emit("agent", move)
+            self.say(f"{self.node} may be lost, so its workers move to other nodes: {due.reason}")
+            self.role_loop.move_aside(due.left_s)
+            return
+        self.notice_handler.handle_prediction(due, self.node, current.topology, self._newest_step)
 
     def _log_notice(self, notice: Notice) -> None:
         if self.node_runner.generation:

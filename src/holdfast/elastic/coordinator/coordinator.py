@@ -40,6 +40,7 @@ from holdfast.elastic.run_result import RunEndedError
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.detection.stragglers import PaceChange
 from holdfast.policy.membership import transitions
+from holdfast.policy.membership.queries import has_replacement
 from holdfast.policy.membership.transitions import (
     TERMINAL_PHASES,
     CoordinatorState,
@@ -481,4 +482,5 @@ class ReplyWriter:
             may_leave=name in self.nodes_to_leave,
             # no node works, and several nodes are present that may continue
             is_idle=state.phase is Phase.GATHERING and len(state.nodes) > 1,
+            has_replacement=state.phase is Phase.TRAINING and has_replacement(state, name),
         )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.run_table import run_state_table
+from holdfast.core.sharding.run_table import count_blocks, run_state_table
 from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.layout import Topology
 from holdfast.policy.recovery.ladder import (
@@ -69,7 +69,7 @@ class RecoveryPlanner:
 
     def __init__(self, config: RunConfig) -> None:
         self._table = run_state_table(config)
-        self._sizes = StateSizes.of_table(self._table)
+        self._sizes = StateSizes.of_table(self._table, count_blocks(config))
         self._topologies: dict[int, Topology] = {}
 
     def remember_topology(self, topology: Topology) -> None:

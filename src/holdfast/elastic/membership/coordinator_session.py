@@ -88,8 +88,10 @@ class CoordinatorSession:
         """Send a heartbeat whose answer is due within `max_wait_s` seconds. It says what the node
         does now, as `join` does."""
         membership = self._membership
+        aside_s = max(0.0, membership.aside_until - membership.now)
+        leaving_s = membership.leave_within_s or aside_s
         heartbeat = self._node_status.make_heartbeat(
-            membership.state.term, self._current_command, membership.leave_within_s, max_wait_s
+            membership.state.term, self._current_command, leaving_s, max_wait_s
         )
         return self._ask_coordinator(HEARTBEAT_PATH, heartbeat)
 
@@ -163,6 +165,7 @@ class CoordinatorSession:
             await self.join()
             return
         node = reply.situation or NodeSituation()
+        membership.has_replacement = node.has_replacement
         leaves = membership.leave_within_s or node.may_leave
         if leaves and (node.is_outside or node.is_idle):
             membership.leave_run()  # the other nodes work without this one, or no node works

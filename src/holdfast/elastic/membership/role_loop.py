@@ -153,6 +153,16 @@ class RoleLoop:
         self._membership.leave_within_s = seconds
 
     @property
+    def has_replacement(self) -> bool:
+        """Return True if free places elsewhere can take this node's workers."""
+        return self._membership.has_replacement
+
+    def move_aside(self, seconds: float) -> None:
+        """Let the run continue without this node's workers. The node stays, and joins again."""
+        self._membership.aside_until = self._membership.now + seconds
+        self._membership.workload.state_changed.set()
+
+    @property
     def handlers(self) -> dict[str, Handler]:
         """Handlers of other agents' requests, which belong to no generation."""
         return {

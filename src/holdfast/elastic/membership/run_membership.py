@@ -92,6 +92,10 @@ class RunMembership:
         """The coordinator in this process, if this agent leads."""
         self.leave_within_s = 0.0
         """Seconds until this node leaves the run; 0: it stays."""
+        self.aside_until = 0.0
+        """Moment until which the run is to continue without this node's workers."""
+        self.has_replacement = False
+        """True if free places elsewhere can take this node's workers."""
         self.agent_addresses: Mapping[str, str] = {}
         """Of the newest generation: name -> address."""
         self.run_end: tuple[str, str] | None = None

@@ -362,10 +362,11 @@ async def _wait_for_exits(processes: Iterable[WorkerProcess]) -> None:
 # until it gets a rank. Then it takes a free device, which may be that of the worker that it
 # replaces. If there is a standby for each device, each gets its device at once, and prepares it.
 class DevicePlaces:
-    """Gives the devices of one node to its processes. count: of those that the run uses here."""
+    """Gives the devices of one node to its processes. places: workers that fit on the node."""
 
-    def __init__(self, kind: DeviceKind, count: int) -> None:
-        self.kind, self._count = kind, max(1, count)
+    def __init__(self, kind: DeviceKind, places: int) -> None:
+        self.kind = kind
+        self._count = max(1, -(-places // max(1, kind.ranks_per_device)))  # devices
 
     def place(
         self, spec: WorkerSpec, process: WorkerProcess | None, processes: Iterable[WorkerProcess]

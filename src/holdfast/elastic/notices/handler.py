@@ -11,7 +11,8 @@ From the measured bandwidth of each tier `policy/saving/emergency.py` picks the 
 save will be complete in time:
 
     the run continues   rank 0 receives one request for a save into those tiers, after the next step
-    a prediction        this node's part of the next snapshots goes to peers (`prediction.py`)
+    a prediction        this node's part of the next snapshots goes to peers, or its workers move
+                        to other nodes (`prediction.py`)
     the run leaves      a durable save, as always. If the disk would be too slow and a peer is not,
                         a snapshot for peers instead ("brief"), and the agent waits until they have
                         it
@@ -31,7 +32,7 @@ from math import inf
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_state_table
-from holdfast.elastic.notices.prediction import DueSave
+from holdfast.elastic.notices.prediction import DueResponse
 from holdfast.elastic.protocol.notice_messages import Notice
 from holdfast.elastic.protocol.worker_messages import SaveRequest, WorkerReply
 from holdfast.events import (
@@ -69,6 +70,9 @@ ASSUMED_BYTES_PER_SECOND = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
 """Bytes per second of a tier before the first measurement: a link of 1 Gbit/s, a slow disk."""
 RECOVERY_S = 5.0
 """Seconds that the loss of a node is assumed to cost, without the work that is repeated."""
+MOVE_S = 1.0
+"""Seconds that a planned move is assumed to cost. Changes of layout took up to 0.7 s with 0.7 M
+parameters on a CPU (`RUNG_S` in `plan/objective/recovery_costs.py`)."""
 PREDICTION_SOURCE = "prediction"
 
 
@@ -152,7 +156,7 @@ class NoticeHandler:
             self._requested_tiers = (*chosen, DISK) if fed else tuple(chosen)
         return plan
 
-    def handle_prediction(self, due: DueSave, node: str, topology: Topology, step: int) -> None:
+    def handle_prediction(self, due: DueResponse, node: str, topology: Topology, step: int) -> None:
         """Save because this node may be lost soon. All ranks take a snapshot into their own memory,
         and only the ranks of this node send their parts to peers. Without peers, the run saves
         durably."""
@@ -172,15 +176,17 @@ class NoticeHandler:
         """Return True if another machine keeps snapshots: one that is named, or another node."""
         return PEERS in self._available_tiers or len(set(topology.nodes)) > 1
 
-    def response_prices(self, topology: Topology) -> ResponsePrices:
-        """What an early save costs and can gain, from what was measured."""
+    def response_prices(self, topology: Topology, has_replacement: bool = False) -> ResponsePrices:
+        """What an early save costs and can gain, from what was measured. has_replacement: free
+        places elsewhere can take this node's workers."""
         tier = PEERS if self._has_peers(topology) else DISK
         rules, step = self._config.checkpoint, self.measurements.usual_step_s
         every = self._save_intervals_s.get(tier, 0.0)
         if not every:
             fixed = rules.peer_every_steps if tier == PEERS else rules.by_steps
             every = step * fixed if isinstance(fixed, int) and fixed else rules.every_seconds
-        return ResponsePrices(PRIOR_SAVE_COST_S[tier], every or inf, RECOVERY_S)
+        move_s = MOVE_S + step if has_replacement else inf
+        return ResponsePrices(PRIOR_SAVE_COST_S[tier], every or inf, RECOVERY_S, move_s)
 
     def save_routes(self, nbytes: int) -> tuple[SaveRoute, ...]:
         """Return the ways out of this machine, as measured.

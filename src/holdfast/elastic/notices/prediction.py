@@ -3,8 +3,13 @@
 Every agent follows which nodes take part, generation by generation, and asks the predictor for all
 of them. So every agent knows how many alarms came true, also those about other nodes. It acts on
 alarms about its own node only. `policy/prediction/response.py` decides whether an alarm pays, from
-that record and from measured prices. An alarm is like a notice that may be false. The node's part
-of the state goes to peers more often until the horizon ends. Nothing has to leave.
+that record and from measured prices. An alarm is like a notice that may be false:
+
+    save    the node's part of the state goes to peers more often until the horizon ends
+    move    free places elsewhere take the node's workers, after a step. The node waits as a spare
+            until the horizon ends, and may take part again then
+
+If the workers of another node move, that node's own agent alone learns whether its alarm was true.
 
 Pure but for the reading of the file: the caller gives the time.
 """
@@ -24,12 +29,13 @@ CHECKS_PER_HORIZON = 20
 MAX_CHECK_INTERVAL_S = 10.0
 
 
-class DueSave(NamedTuple):
-    """A save that is due now. left_s: until the horizon ends. is_first: of this alarm."""
+class DueResponse(NamedTuple):
+    """A save or a move that is due now. left_s: until the horizon ends. is_first: of this alarm."""
 
     left_s: float
     is_first: bool
     reason: str
+    is_move: bool = False
 
 
 class _Alarm(NamedTuple):
@@ -47,27 +53,40 @@ class PredictionWatch:
         self._alarms: dict[str, _Alarm] = {}
         self._response: Response | None = None  # to the open alarm about this node
         self._next_save_s = 0.0
+        self.has_moved = False  # this node's workers, because of the open alarm
+        self.failed: list[bool] = []  # for each false alarm about this node: whether it had moved
 
     @property
     def check_interval_s(self) -> float:
         return min(MAX_CHECK_INTERVAL_S, self.policy.horizon_s / CHECKS_PER_HORIZON)
 
-    def observe_nodes(self, nodes: Collection[str], now_s: float) -> None:
-        """Take in the nodes of the generation at work; those that are missing were lost."""
+    def observe_nodes(
+        self, nodes: Collection[str], now_s: float, present: Collection[str] = ()
+    ) -> None:
+        """Take in the nodes of the generation at work. Those that are missing were lost, unless
+        they are among `present`: their workers have moved."""
         known = set(self._predictor.history.working_nodes())
-        lost, joined = sorted(known - set(nodes)), sorted(set(nodes) - known)
+        gone, joined = known - set(nodes), sorted(set(nodes) - known)
+        lost = sorted(gone - set(present))
         changes = [NodeChange(now_s, "lost", name) for name in lost]
+        changes += [NodeChange(now_s, "left", name) for name in sorted(gone & set(present))]
         changes += [NodeChange(now_s, "join", name) for name in joined]
         if changes:
             self._predictor = self._predictor.update_all(changes)
         for name in lost:
             self._end_alarm(name, was_lost=True)
+        for name in gone - set(lost) - {self._node}:
+            self._alarms.pop(name, None)
 
-    def check(self, now_s: float, prices: ResponsePrices) -> DueSave | None:
-        """Ask the predictor; return the save of this node's part that is due now, if any."""
+    def end_alarms(self, now_s: float) -> None:
+        """End the alarms whose horizon is over: they were false."""
         for name, alarm in list(self._alarms.items()):
             if now_s >= alarm.until_s:
                 self._end_alarm(name, was_lost=False)
+
+    def check(self, now_s: float, prices: ResponsePrices) -> DueResponse | None:
+        """Ask the predictor; return what is due now: a save of this node's part, or a move."""
+        self.end_alarms(now_s)
         horizon, is_first = self.policy.horizon_s, False
         for name in self._predictor.history.working_nodes():
             if name in self._alarms:
@@ -77,13 +96,18 @@ class PredictionWatch:
                 continue
             self._alarms[name] = _Alarm(chance, now_s + horizon)
             if name == self._node:
-                self._response = self.policy.decide(chance, prices)
                 self._next_save_s, is_first = now_s, True
-        found, mine = self._response, self._alarms.get(self._node)
-        if found is None or mine is None or found.action != "save" or now_s < self._next_save_s:
+        mine = self._alarms.get(self._node)
+        if mine is None or self.has_moved:
             return None
-        self._next_save_s = now_s + found.every_s
-        return DueSave(mine.until_s - now_s, is_first, found.reason)
+        found = self._response = self.policy.decide(mine.chance, prices)
+        if found.action == "nothing":
+            return None
+        is_move = found.action == "move"
+        if now_s < self._next_save_s and not is_move:
+            return None
+        self._next_save_s, self.has_moved = now_s + found.every_s, is_move
+        return DueResponse(mine.until_s - now_s, is_first, found.reason, is_move)
 
     def _end_alarm(self, name: str, was_lost: bool) -> None:
         alarm = self._alarms.pop(name, None)
@@ -91,7 +115,9 @@ class PredictionWatch:
             return
         self.policy = self.policy.with_outcome(alarm.chance, was_lost)
         if name == self._node:
-            self._response = None
+            if self._response is not None and self._response.action != "nothing":
+                self.failed.append(self.has_moved)
+            self._response, self.has_moved = None, False
 
 
 def load_prediction_watch(path: str, node: str) -> PredictionWatch | None:

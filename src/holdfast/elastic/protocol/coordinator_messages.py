@@ -162,12 +162,14 @@ class NodeSituation(JsonMessage):
     """The situation of a node, as the coordinator sees it.
 
     is_outside: the other nodes work without it. may_leave: it was asked to leave the run. is_idle:
-    no node works, and several are there.
+    no node works, and several are there. has_replacement: free places elsewhere can take its
+    workers.
     """
 
     is_outside: Annotated[bool, Key("outside")] = False
     may_leave: Annotated[bool, Key("go")] = False
     is_idle: Annotated[bool, Key("free")] = False
+    has_replacement: Annotated[bool, Key("instead")] = False
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,14 @@ class NodeMemory(JsonMessage):
 @dataclass(frozen=True)
 class NodeCheckReply(JsonMessage):
     """The answer. state, step, committed_step: as `/healthz` has them. links: by node. spares:
-    nodes that have joined and do not train, if the agent coordinates the run."""
+    nodes that have joined and do not train, if the agent coordinates the run. health: address of
+    `/healthz`."""
 
-    absent_if_default = frozenset({"spares"})
+    absent_if_default = frozenset({"spares", "health"})
     state: str
     step: int
     committed_step: Annotated[int, Key("committed")]
     memory: NodeMemory
     links: Mapping[str, LinkResult]
     spares: tuple[str, ...] = ()
+    health: str = ""

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from holdfast.core.devices import device_kind
+from holdfast.core.devices import DeviceKind
 from holdfast.parallel.comm import devices
 
 logger = logging.getLogger(__name__)
@@ -19,17 +19,18 @@ ranks still have the state."""
 class DeviceWear:
     """What the groups of a process have taken of its device.
 
-    regroups: generations that the process has joined.
+    kind: of the device. regroups: generations that the process has joined.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: DeviceKind) -> None:
+        self._kind = kind
         self.regroups = 0
         self._first_bytes: int | None = None
         self._grown_bytes = 0
 
     def read_memory(self, device: torch.device) -> None:
         """Read the device's memory. Call it when the groups of a generation are made."""
-        if not device_kind(device.type).regroup_growth_bytes:
+        if not self._kind.regroup_growth_bytes:
             return
         used = devices.memory_outside_torch(device)
         if self._first_bytes is None:
@@ -40,11 +41,10 @@ class DeviceWear:
             *(used >> 20, device, self._grown_bytes >> 20),
         )
 
-    def is_worn(self, device: torch.device, rank: int) -> bool:
+    def is_worn(self, rank: int) -> bool:
         """Return True if the device bears no more groups of this process. Ranks come to that one
         after another."""
-        kind = device_kind(device.type)
-        most, limit = kind.regroups_per_process, kind.regroup_growth_bytes
+        most, limit = self._kind.regroups_per_process, self._kind.regroup_growth_bytes
         later = _SPACING * max(0, rank)
         if most and self.regroups >= most + later:
             return True

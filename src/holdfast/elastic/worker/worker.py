@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from holdfast.core.devices import device_kind
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, SaveRequest
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -63,12 +62,12 @@ class Worker:
         self._snapshot_saver: SnapshotSaver | None = None
         self._had_capturer = False  # whether there has been one
         self._connection: GenerationConnection | None = None
-        self._wear = DeviceWear()
+        self._wear = DeviceWear(self._setup.kind)
 
     @property
     def is_worn(self) -> bool:
         """Return True if another process must take the place: the device bears no more groups."""
-        return self._wear.is_worn(self._setup.device, self.connection.rank)
+        return self._wear.is_worn(self.connection.rank)
 
     @property
     def step(self) -> int:
@@ -274,7 +273,7 @@ class Worker:
         shut_down_connections(self._setup.spec.agent)
 
     def _interrupt_training(self, inside: bool) -> None:
-        if not device_kind(self._setup.device.type).inside_has_tags:
+        if not self._setup.kind.inside_has_tags:
             log_pending_operations()
         self.held_session.current.engine.interrupt(inside)
 

@@ -11,7 +11,7 @@ import torch
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.core.data.skips import Skips
-from holdfast.core.devices import DeviceKind, device_kind
+from holdfast.core.devices import DeviceKind, device_kind, run_device_kind
 from holdfast.core.transports import (
     Channel,
     NodeLinks,
@@ -41,7 +41,8 @@ class WorkerSetup:
         self._task: EngineTask | None = None
         self._batches: TaskBatchSource | None = None
         self._use_device()
-        self.transport = TransportWatch(device_kind(self.device.type))
+        self.kind = run_device_kind(self.config, spec.device)
+        self.transport = TransportWatch(self.kind)
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +57,9 @@ class WorkerSetup:
 
     def describe_device(self) -> str:
         """Return the device with its backends and what carries their data, for the journal."""
-        return ", ".join(filter(None, (describe_device(self.device), self.transport.names)))
+        return ", ".join(
+            filter(None, (describe_device(self.device, self.kind), self.transport.names))
+        )
 
     def apply(self, spec: WorkerSpec) -> None:
         """Apply a newer spec to this process."""

@@ -18,6 +18,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.cluster import AUTO, LOOPBACK_DEVICE
+from holdfast.config.sections.cluster import AUTO, LOOPBACK_DEVICE, ClusterConfig
 from holdfast.config.sections.peers import is_loopback
-from holdfast.errors import RunFolderError
+from holdfast.errors import ConfigError, RunFolderError
 from holdfast.wire.store.location import find_endpoint
 from holdfast.wire.store.run_location import bucket_of_run
 from holdfast.wire.store.run_store import RunStore
@@ -82,6 +83,33 @@ def plan_addresses(config: RunConfig, store: RunStore) -> tuple[RunConfig, NodeA
         "checkpoint": checkpoint.model_copy(update=planned_checkpoint),
     }
     return config.model_copy(update=sections), own
+
+
+def refuse_foreign_address(cluster: ClusterConfig) -> None:
+    """Raises ConfigError if a key names no network device or address of this machine."""
+    devices = psutil.net_if_addrs()
+    own = {
+        _plain(known.address): f"{_plain(known.address)} ({device})"
+        for device, addresses in devices.items()
+        for known in addresses
+        if known.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    host, device = cluster.interface, cluster.gloo_interface
+    key, value, choices = "cluster.gloo_interface", device, sorted(devices)
+    if device in (AUTO, *devices):
+        if host in (AUTO, *own) or is_loopback(host):
+            return
+        with suppress(OSError):
+            found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+            if found & {*own, "0.0.0.0", "::"} or any(map(is_loopback, found)):
+                return
+        key, value, choices = "cluster.interface", host, list(own.values())
+    what = "network device" if key == "cluster.gloo_interface" else "address"
+    raise ConfigError(
+        f"this machine has no {what} {value}",
+        where=key,
+        remedy=f"use auto, or one of {', '.join(choices)}",
+    )
 
 
 def uses_tls(config: RunConfig) -> bool:

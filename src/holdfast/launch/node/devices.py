@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
-from holdfast.core.devices import DEVICES, is_accelerator
+from holdfast.core.devices import DEVICES, GLOO, is_accelerator
 from holdfast.errors import ConfigError
 from holdfast.machine.accelerators import compute_capabilities
 from holdfast.machine.hardware import HardwareInfo
@@ -21,23 +21,29 @@ def default_places(config: RunConfig, machine: HardwareInfo) -> tuple[int, str]:
     if kind is None or not kind.fills_node or config.cluster.node:
         return 1, "one copy of the model"
     count = sum(each.kind == kind.name for each in machine.accelerators)
-    return max(1, count), f"for the {kind.name} devices of {machine.node}, of which it has {count}"
+    shared = config.cluster.workers_per_device
+    why = f"for the {kind.name} devices of {machine.node}, of which it has {count}"
+    return max(1, count) * shared, why + (f", with {shared} workers each" if shared > 1 else "")
 
 
 def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
     """Raises ConfigError if the run's device, or so many of them, are not here."""
     config = loaded.config
+    _refuse_backend(loaded)
     if not is_accelerator(config.device):
         return
     kind = DEVICES[config.device]
     found = [each for each in machine.accelerators if each.kind == kind.name]
     key = "cluster.places" if config.cluster.node else "layout.workers"
     workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
-    if workers > len(found) and kind.ranks_per_device:
+    shared = config.cluster.workers_per_device
+    if workers > len(found) * shared and kind.ranks_per_device:
+        more = f" with {shared} workers each" if shared > 1 else ""
+        each = f", cluster.workers_per_device={-(-workers // len(found))}" if found else ""
         raise ConfigError(
-            f"{key} is {workers}, but this machine has {len(found)} accelerators",
+            f"{key} is {workers}, but this machine has {len(found)} accelerators{more}",
             where=loaded.where(key),
-            remedy=f"use {len(found)}, or device=cpu" if found else "use device=cpu",
+            remedy=f"use {len(found) * shared}{each}, or device=cpu" if found else "use device=cpu",
         )
     if machine.torch_computes_on == "CPU" and kind.name in _BUILDS:
         raise ConfigError(
@@ -53,7 +59,7 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             where=loaded.where("device"),
             remedy="install another torch, or use device=cpu",
         )
-    names = sorted({each.name for each in found[:workers]})
+    names = sorted({each.name for each in found[: -(-workers // shared)]})
     if len(names) > 1 and config.train.deterministic:
         raise ConfigError(
             f"the workers' devices differ ({', '.join(names)}), so they give unlike bits",
@@ -65,6 +71,26 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
             f"layout.workers is {config.layout.workers}, but a run on {kind.name} has one worker",
             where=loaded.where("layout.workers"),
             remedy="use 1, or device=cpu",
+        )
+
+
+def _refuse_backend(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if the library of exchanges, or workers on a device, do not go with it."""
+    config, cluster = loaded.config, loaded.config.cluster
+    kind = DEVICES[config.device]
+    if cluster.backend not in ("auto", GLOO, kind.inside):
+        raise ConfigError(
+            f"cluster.backend {cluster.backend} is not for device {kind.name}, whose library is "
+            f"{kind.inside}",
+            where=loaded.where("cluster.backend"),
+            remedy="use cluster.backend=auto",
+        )
+    if cluster.workers_per_device > 1 and kind.most_workers:
+        raise ConfigError(
+            f"cluster.workers_per_device is {cluster.workers_per_device}, but a run on {kind.name} "
+            "has one worker",
+            where=loaded.where("cluster.workers_per_device"),
+            remedy="use cluster.workers_per_device=1, or device=cpu",
         )
 
 
@@ -105,7 +131,8 @@ def describe_devices(loaded: LoadedConfig) -> list[str]:
         return []
     workers, key = f"{config.layout.workers} workers on {config.device}", "layout.workers"
     why = f" ({planned.place}; set {key} for another number)" if planned.kind == "planned" else ""
+    shared = config.cluster.workers_per_device
+    what = "several devices have" if shared == 1 else f"{shared} workers on a device have"
     return [
-        f"{workers}{why}: several devices have only been run with stand-ins so far "
-        "(docs/guide/accelerators.md)"
+        f"{workers}{why}: {what} only been run with stand-ins so far (docs/guide/accelerators.md)"
     ]

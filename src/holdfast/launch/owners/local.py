@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.errors import ConfigError
+from holdfast.launch.node.addresses import refuse_foreign_address
 from holdfast.launch.owners.node_process import NodeProcess
 from holdfast.launch.owners.owner import LaunchRequest, NodeStatus, OwnedJob, chosen_nodes
 from holdfast.wire.child_command import module_command
@@ -25,6 +27,17 @@ class LocalOwner:
 
     def describe(self, request: LaunchRequest) -> str:
         return "".join(f"{shlex.join(command)}\n" for _, command in _commands(request))
+
+    def check(self, request: LaunchRequest) -> None:
+        cluster = request.config.cluster
+        if cluster.metrics_port and request.all_nodes > 1:
+            raise ConfigError(
+                f"all {request.all_nodes} nodes are on this machine, and one of them alone gets "
+                f"the port {cluster.metrics_port}",
+                where="cluster.metrics_port",
+                remedy="use 0; holdfast doctor RUN names the port of each node",
+            )
+        refuse_foreign_address(cluster)
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         return self._started(request, {})

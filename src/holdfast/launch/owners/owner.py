@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonMessage, parse_json
 from holdfast.errors import ConfigError, RunFolderError, use_one_of
 from holdfast.wire.store.publish import replace_file
 
@@ -119,7 +119,7 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True)
-class NodeStatus:
+class NodeStatus(JsonMessage):
     """One node of a job as its owner sees it. detail: an exit code, or the owner's own word."""
 
     node: str

@@ -12,7 +12,6 @@ from holdfast.events import Event
 from holdfast.launch.start.facts import AutoLayout, Facts
 from holdfast.layout import AXES, Topology
 from holdfast.machine.hardware import HardwareInfo, detect_hardware
-from holdfast.options.registry import keys_without_formula
 from holdfast.plan.auto.choices import given_choice
 from holdfast.plan.auto.machines import Machines, machines_of
 from holdfast.plan.auto.objective import end_in_words
@@ -31,7 +30,7 @@ from holdfast.plan.cost.evaluate import Evaluator, Problem
 from holdfast.plan.cost.run_workload import workload_of
 from holdfast.plan.explain.figures import Figures, figures_of, model_flops, words_of_layout
 from holdfast.plan.hardware.cluster_file import HERE
-from holdfast.plan.memory.activations import has_estimate
+from holdfast.plan.memory.activations import without_estimate
 from holdfast.plan.memory.microbatch_size import choose_microbatch_size
 from holdfast.plan.search.limits import SEARCHED
 from holdfast.report.formatting import (
@@ -52,7 +51,8 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
         return _price_of_given(loaded.config, facts.hardware)
     values: dict[str, PlannedValue] = {}
     if not is_given(loaded, "layout.fixed"):
-        fixed = tuple(axis for axis in AXES if is_given(loaded, f"layout.{axis}"))
+        keys = (*AXES, "workers")
+        fixed = tuple(key for key in keys if is_given(loaded, f"layout.{key}"))
         values["layout.fixed"] = (fixed, "what the run file gives")
     if reason := _why_no_plan(loaded, facts.several):
         workers = format_plural(loaded.config.layout.workers, "worker")
@@ -174,10 +174,9 @@ def by_microbatch_size(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
         return {}
     if size := stored_microbatch_size(facts):
         return {KEY: (size, "that of the run")}
-    if not has_estimate(config):
+    if key := without_estimate(config):
         raise ConfigError(
-            f"{KEY} auto needs a formula of the memory, and none covers this model, precision, "
-            f"mask, task, {keys_without_formula()} or layout.ep",
+            f"{KEY} auto needs an estimate of the memory, and there is none with {key}",
             where=loaded.where(KEY),
             remedy=f"name a number: {KEY}=2",
         )
@@ -190,6 +189,7 @@ def by_microbatch_size(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
     limit = loaded.config.train.memory.limit
     if not limit and loaded.config.device not in ("cpu", "auto"):
         limit = min((each.memory_bytes for each in facts.hardware.accelerators), default=0)
+        limit //= config.cluster.workers_per_device
     if not limit:
         raise ConfigError(
             f"{KEY} auto needs a limit, and the device {loaded.config.device} has none that is "

@@ -19,7 +19,12 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.format.stored_weights import check_adapter, check_weights
-from holdfast.core.sharding.adapters import adapted_layers, linear_layers, refuse_unknown_targets
+from holdfast.core.sharding.adapters import (
+    adapted_layers,
+    linear_layers,
+    refuse_bare_stage,
+    refuse_unknown_targets,
+)
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.read.weight_files import (
@@ -28,6 +33,8 @@ from holdfast.data.read.weight_files import (
     weights_checksum,
 )
 from holdfast.errors import ConfigError
+from holdfast.layout import Replica
+from holdfast.plan.placing.balance import planned_stages
 from holdfast.report.formatting import format_count
 from holdfast.wire.store.run_store import RunStore
 
@@ -55,6 +62,13 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
         )
     layers = {ours: theirs for ours, (theirs, _) in linear_layers(config.model).items()}
     refuse_unknown_targets(lora.targets, layers, loaded.where("lora.targets"))
+    for degrees in (degrees for _, degrees in config.layout.kinds if degrees.pp > 1):
+        shape, is_folded = degrees.mesh_shape, config.layout.is_folded
+        stages = degrees.stages or planned_stages(config, shape)
+        replica = Replica(0, tuple(range(degrees.ranks)), shape, stages, is_folded=is_folded)
+        for pp in range(degrees.pp):
+            blocks = replica.blocks(pp) or ()
+            refuse_bare_stage(config.model, lora, blocks, loaded.where("lora.targets"))
     base = Path(lora.base)
     refuse_other_shape(config.model, read_folder_model(base), base, loaded.where("lora.base"))
     before = LoraConfig.model_validate(stored["lora"]) if stored.get("lora") else None

@@ -15,7 +15,17 @@ from holdfast.core.sharding.run_table import run_parameters
 from holdfast.errors import ConfigError, TaskError
 from holdfast.tasks.task.ask import BASE_CHECKSUM, OPTIMIZER_KEY, describe_named, describe_task
 
-PLANNED_KEYS = ("source", "data", "samples", "validation", "flops", "parameters", "sharding")
+PLANNED_KEYS = (
+    "source",
+    "data",
+    "samples",
+    "validation",
+    "flops",
+    "parameters",
+    "sharding",
+    "blocks",
+    "positions",
+)
 Say = Callable[[str], None]
 GIVEN = ("file", "command line")  # kinds of origins
 _BY_OPTIMIZER = ("train.optimizer.", "train.schedule.")

@@ -66,7 +66,6 @@ class Progress(Protocol):
     """Shows how far the preparation of a dataset is."""
 
     def say(self, text: str) -> None: ...
-
     def show(self, what: str, done: int, total: int) -> None: ...
 
 

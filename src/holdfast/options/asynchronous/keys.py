@@ -48,9 +48,11 @@ class OptionKeys(Keys):
         between a backward and its step.
         """
         layout, model, train, name = run.layout, run.model, run.train, run.layout.schedule
-        if degrees.pp == 1 or run.cuts is not None or not self.is_used(layout):
+        if degrees.pp == 1 or not run.has_decoder or not self.is_used(layout):
             return ""
         does_not = f"layout.schedule {name} does not work with"
+        if run.cuts is not None:
+            return f"{does_not} lora.rank: use layout.schedule 1f1b"
         if layout.replicas:
             return (
                 f"{does_not} layout.replicas, as each kind of replica would be late by another "

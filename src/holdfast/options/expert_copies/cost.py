@@ -13,6 +13,7 @@ from holdfast.options.protocols import Cost, Formatting, PicturePart
 
 class OptionCost(Cost):
     shown_after: ClassVar[PicturePart] = "activations"
+    formula_key: ClassVar[str] = "layout.expert_replicas"
 
     def has_formula(self, config: RunConfig) -> bool:
         return config.model.experts is None or config.layout.expert_replicas == "off"

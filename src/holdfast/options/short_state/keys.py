@@ -45,10 +45,12 @@ class OptionKeys(Keys):
         if tp == 1 or optimizer.state_dtype != "8bit":
             return ""
         if run.cuts is not None:
-            if not (run.cuts.is_known and run.cuts.parts) or run.train.compile:
+            can_be_cut = run.cuts.is_known and run.cuts.parts and not run.train.compile
+            if not (can_be_cut or run.has_decoder):
                 return ""  # another rule refuses tp
+            what = "adapters" if run.has_decoder else "a task"
             return (
-                f"{key}.tp {tp} of a task does not work with train.optimizer.state_dtype 8bit: use "
+                f"{key}.tp {tp} of {what} does not work with train.optimizer.state_dtype 8bit: use "
                 "state_dtype bf16"
             )
         if model.experts is not None:

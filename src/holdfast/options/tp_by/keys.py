@@ -72,7 +72,7 @@ class OptionKeys(Keys):
         return ""
 
     def refuse_replica(self, run: Checked, key: str, degrees: DegreesConfig) -> str:
-        return _tensor(key, degrees.tp, run.layout, run.model) if run.cuts is None else ""
+        return _tensor(key, degrees.tp, run.layout, run.model) if run.has_decoder else ""
 
 
 def _components(layout: LayoutConfig, model: ModelConfig, cuts: ModuleCuts | None) -> str:

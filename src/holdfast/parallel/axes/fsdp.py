@@ -58,7 +58,6 @@ class Code(Protocol):
     """Packs rows of some parameters' parts into bytes, and unpacks them."""
 
     def pack(self, rows: Tensor) -> Tensor: ...
-
     def unpack(self, packed: Tensor, out: Tensor) -> None: ...
 
 

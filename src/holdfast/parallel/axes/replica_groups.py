@@ -32,6 +32,7 @@ from holdfast.parallel.comm.device_group import (
     open_group,
     wait_for_aborts,
 )
+from holdfast.parallel.comm.staged_group import register_staged_gloo
 from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup, close_connections
 from holdfast.parallel.gradients.cell_team import ExchangeKind
@@ -153,10 +154,12 @@ class ConnectSettings:
     recorder: SpanRecorder | None = None
     exchange: ExchangeKind = "direct"  # how gradients travel between replicas
     ep: int = 1  # `layout.ep`
+    is_staged: bool = False  # all exchanges go over gloo, through the host's memory
 
     @property
     def kind(self) -> DeviceKind:
-        return device_kind(self.device.type)
+        kind = device_kind(self.device.type)
+        return kind.staged(kind.ranks_per_device) if self.is_staged else kind
 
     def is_given_up(self) -> bool:
         """Return True if this rank is not to wait for other ranks any more."""
@@ -188,6 +191,7 @@ class ConnectSettings:
             interface=self.interface,
             seconds=self.seconds,
             traffic=self.traffic,
+            staged_type=self.device.type if self.is_staged or not self.kind.is_host else "",
         )
 
 
@@ -264,6 +268,8 @@ def _register(
     os.environ["GLOO_SOCKET_IFNAME"] = settings.interface  # the only way to tell torch
     name = f"generation{generation}/replica{replica.index}"
     cut = [(axis, n) for axis, n in zip(AXES, replica.mesh_shape, strict=True) if n > 1]
+    if settings.is_staged:
+        register_staged_gloo()
     try:
         dist.init_process_group(
             settings.kind.inside,

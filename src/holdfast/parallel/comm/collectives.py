@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from holdfast.core.devices import GLOO, STAGED_GLOO
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.torch_compat import gather_parts
 
@@ -70,7 +71,7 @@ class Collectives:
         self._pending_sends: list[tuple[object, Tensor]] = []
         self._rotations: deque[_Sent] = deque()
         self._sent = self._received = 0  # rotations
-        self.reports_loss = self._by_messages = dist.get_backend(group) == "gloo"
+        self.reports_loss = self._by_messages = dist.get_backend(group) in (GLOO, STAGED_GLOO)
 
     def among(self, members: Sequence[int]) -> Collectives:
         """Collectives of some ranks of the group alone, this one among them."""

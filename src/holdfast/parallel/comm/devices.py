@@ -46,7 +46,7 @@ def memory_outside_torch(device: torch.device) -> int:
 
 def check_backends(kind: DeviceKind) -> None:
     """Raises LayoutError if this torch lacks a backend that several workers need."""
-    for backend in sorted({kind.inside, kind.between}):
+    for backend in kind.backends:
         if not dist.is_backend_available(backend):
             raise LayoutError(
                 f"several workers on {kind.name} need the backend {backend}, which this torch does "
@@ -56,13 +56,12 @@ def check_backends(kind: DeviceKind) -> None:
             )
 
 
-def describe_device(device: torch.device) -> str:
+def describe_device(device: torch.device, kind: DeviceKind) -> str:
     """Return a device with the backends that its workers use, for the journal: "cuda:1, nccl
     2.28.9" for example."""
-    kind = device_kind(device.type)
-    backends = sorted({kind.inside, kind.between})
-    words = [f"{name} {backend_version(name)}".rstrip() for name in backends]
-    return f"{device}, {', '.join(words)}"
+    words = [f"{name} {backend_version(name)}".rstrip() for name in kind.backends]
+    how = " through host memory" if kind.is_staged else ""
+    return f"{device}, {', '.join(words)}{how}"
 
 
 def near_numa_node(device: torch.device) -> int | None:

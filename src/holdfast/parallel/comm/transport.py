@@ -11,7 +11,8 @@ gloo shape this file (all observed with torch 2.13):
   group's own. `abort` is a deliberate short wait for a message that never comes. It wakes every
   thread blocked in this group, here and, through closed connections, elsewhere. That takes
   10 ms a peer, so known connections are shut down before (`gloo_sockets.py`).
-- gloo reads and writes the host's memory only: tensors of a device go through it (`StagedWork`).
+- gloo reads and writes the host's memory only: tensors of a device go through it
+  (`staged_group.py`).
 - A receive posted before its message arrives lets the data go straight into its buffer. A receive
   that has got a part is never woken. So large messages are waited for by an errand
   (`abortable_wait.py`).
@@ -22,9 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from holdfast.parallel.comm.gloo_sockets import (
     listening_addresses,
 )
 from holdfast.parallel.comm.lanes import Lane
+from holdfast.parallel.comm.staged_group import StagedGroup
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
 _UNUSED_TAG = 0x7FFFFFF0  # a tag on which no rank sends
@@ -54,7 +54,8 @@ class PeerGroup(AbortableGroup):
 
     Construction is collective: it returns when all ranks have connected, and raises
     PeerLostError when they have not within `seconds`, which also bounds every later wait.
-    traffic: counts what leaves this rank; None does not count.
+    traffic: counts what leaves this rank; None does not count. staged_type: the type of device
+    whose tensors go through the host's memory; "": none come.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PeerGroup(AbortableGroup):
         interface: str = "lo",
         seconds: float = 1800.0,
         traffic: TrafficCounter | None = None,
+        staged_type: str = "",
     ):
         super().__init__(rank, size, traffic)
         self._pending_sends: list[object] = []
@@ -82,7 +84,8 @@ class PeerGroup(AbortableGroup):
             own = found.pop() if len(found) == 1 else None
             # torch keeps its C++ half only
             self._store = make_batched_store(store, rank, size, seconds, address_to_text(own))
-            self._group = gloo_group(self._store, name, rank, size, device=device, seconds=seconds)
+            group = gloo_group(self._store, name, rank, size, device=device, seconds=seconds)
+            self._group = StagedGroup(group, staged_type) if staged_type else group
             # Store both ends of this group's connections, if all ranks have sent theirs.
             told = [address_from_text(note) for note in getattr(self._store, "notes", ())]
             theirs = [at for at in told if at is not None and at != own]
@@ -105,16 +108,16 @@ class PeerGroup(AbortableGroup):
     def send(self, tensor: Tensor, peer: int, tag: int, kind: str = "reduce") -> None:
         """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
         self.count(tensor.nbytes, kind)
-        self._pending_sends.append(self.group.send([to_host(tensor)], peer, tag))
+        self._pending_sends.append(self.group.send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Post a receive into `tensor`, which must have the sender's dtype and size."""
-        return staged(tensor, lambda host: self.group.recv([host], peer, tag))
+        return self.group.recv([tensor], peer, tag)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start gloo's own sum in place. All ranks must call in the same order."""
         self.count(2 * (self.size - 1) * tensor.nbytes // self.size)
-        return staged(tensor, lambda host: self.group.allreduce([host]), reads=True)
+        return self.group.allreduce([tensor])
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int]
@@ -122,8 +125,7 @@ class PeerGroup(AbortableGroup):
         """Start to send the i-th run of `tensor`, of sizes[i] elements, to rank i, and to receive
         the i-th run of `out` from it. All ranks must call in the same order."""
         self.count((sum(sizes) - sizes[self.rank]) * tensor.element_size())
-        given = to_host(tensor)
-        return staged(out, lambda host: self.group.alltoall_base(host, given, out_sizes, sizes))
+        return self.group.alltoall_base(out, tensor, out_sizes, sizes)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Start to gather parts of one size in rank order.  part: [t] -> out: [size * t]
@@ -131,15 +133,14 @@ class PeerGroup(AbortableGroup):
         `part` may be this rank's place in `out`. All ranks must call in the same order.
         """
         self.count(part.nbytes * (self.size - 1))
-        given = to_host(part)
-        return staged(out, lambda host: self.group._allgather_base(host, given))
+        return self.group._allgather_base(out, part)
 
     def lane(self, errand: AbortableWait) -> Lane:
         """Return the place for work on what arrives: gloo's waits block."""
         return Lane(errand)
 
     def mark(self) -> object:
-        """Return None: what a thread has computed is final, or `StagedWork` waits for it."""
+        """Return None: what a thread has computed is final, or `StagedGroup` waits for it."""
         return None
 
     def forget_sends(self) -> None:
@@ -225,42 +226,3 @@ def exchange(
         peers.abort()
         raise PeerLostError(f"a peer was lost during an exchange: {error}") from error
     return out
-
-
-@dataclass(eq=False)
-class StagedWork:
-    """An operation into `host`, whose content belongs into `tensor`.
-
-    A copy to the host waits for the work that the calling thread has given to the device so far. So
-    what is sent is final. A copy from the host is made by the thread that waits for the message.
-    """
-
-    work: Work
-    host: Tensor
-    tensor: Tensor
-
-    def wait(self, timeout: timedelta | None = None) -> object:
-        """Return when the content is where it belongs. Raises as the operation does."""
-        result = self.work.wait() if timeout is None else self.work.wait(timeout)
-        with torch.no_grad():
-            self.tensor.copy_(self.host)
-        return result
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    """Return True if gloo can read and write the tensor's own memory."""
-    return tensor.is_cpu
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of a device's."""
-    return tensor if is_on_host(tensor) else tensor.to("cpu", copy=True)
-
-
-def staged(tensor: Tensor, start: Callable[[Tensor], Work], *, reads: bool = False) -> Work:
-    """Start an operation that writes `tensor`. reads: it also reads it."""
-    if is_on_host(tensor):
-        return start(tensor)
-    host = to_host(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
-    work: Any = StagedWork(start(host), host, tensor)
-    return work  # type: ignore[no-any-return]

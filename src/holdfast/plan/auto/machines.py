@@ -15,6 +15,7 @@ from holdfast.plan.hardware.calibration import Calibration, calibration_path, re
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.cluster_file import HERE, read_cluster
 from holdfast.plan.hardware.devices import CPU, DeviceType, device_named, load_devices
+from holdfast.plan.hardware.link import load_links
 from holdfast.plan.hardware.this_machine import describe_machine
 
 MOST_CPU_WORKERS = 8
@@ -58,7 +59,8 @@ def machines_of(config: RunConfig, hardware: HardwareInfo, cluster: str = "") ->
     Raises ConfigError or DataError for what the file has wrong, and for unknown devices."""
     text = cluster or config.plan.cluster
     if text and text != HERE:
-        return Machines(read_cluster(text), load_devices(), text)
+        read = Machines(read_cluster(text), load_devices(), text)
+        return _shared(read, config.cluster.workers_per_device)
     calibration = read_calibration(calibration_path(hardware.node))
     return here(config, hardware, detect_links(), calibration)
 
@@ -70,7 +72,32 @@ def here(
     used = tuple(a for a in hardware.accelerators if config.device in ("auto", a.kind))
     found = describe_machine(replace(hardware, accelerators=used), links, calibration)
     cores = 0 if used else hardware.cores
-    return Machines(found.cluster, found.devices, f"this machine ({hardware.node})", cores)
+    machines = Machines(found.cluster, found.devices, f"this machine ({hardware.node})", cores)
+    return _shared(machines, 1 if cores else config.cluster.workers_per_device)
+
+
+def _shared(machines: Machines, workers: int) -> Machines:
+    """The machines with so many workers on each device: each of them counts as a device with its
+    part of the memory and of the speed. They exchange data through the host's memory."""
+    if workers == 1:
+        return machines
+    devices, pools, types = dict(machines.devices), list[NodePool](), load_links()
+    for pool in machines.cluster.pools:
+        device = pool.device_type(machines.devices)
+        name = f"{pool.device.replace('@', ' at ')}/{workers}"
+        devices[name] = replace(_core_share(device, 1 / workers), name=name)
+        inside = types[device.host_link].link if device.host_link else pool.inside
+        pools.append(
+            replace(
+                pool,
+                device=name,
+                devices=pool.devices * workers,
+                inside=inside.shared_by(workers),
+                outside=pool.outside.shared_by(workers),
+                ways=(),
+            )
+        )
+    return replace(machines, cluster=replace(machines.cluster, pools=tuple(pools)), devices=devices)
 
 
 FURTHER_CORE = 0.5

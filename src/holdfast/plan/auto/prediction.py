@@ -19,7 +19,7 @@ from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 def has_prediction(config: RunConfig) -> bool:
     """Return True if the cost model covers what the run computes."""
     layout = config.layout
-    return config.trains_decoder and not (layout.is_asynchronous or unmodelled_option(config))
+    return not (config.task.name or layout.is_asynchronous or unmodelled_option(config))
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def block(
         whole_kept=number * dim * (kept.norms + kept.masks + (not kept.holds_inputs)),
         cut_kept=sum(p.cut_kept for p in parts),
         held_kept=number * dim * kept.holds_inputs + sum(p.held_kept for p in parts),
+        mixer=len(mixing.products),
     )
 
 

@@ -26,7 +26,6 @@ NOTHING: Work = ()
 _FIRST_HALF, _SECOND_HALF = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 _ENDS = (ActionKind.BACKWARD, _SECOND_HALF)
 
-
 Entry = tuple[int, int, int, int, int]
 """One entry of a rank's row: (rank, work, needs, needs_link, gives_link).
 

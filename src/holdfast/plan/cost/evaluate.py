@@ -109,14 +109,24 @@ class Evaluator:
     _pipelines: dict[object, PipelineTime] = field(default_factory=dict)
     _counts: dict[object, tuple[Counts, ...]] = field(default_factory=dict)
     _chunks: dict[object, tuple[tuple[int, Counts], ...]] = field(default_factory=dict)
+    _by_parts: dict[tuple[int, ...], Evaluator] = field(default_factory=dict)
 
     def cost(self, choice: Choice) -> StepCost:
         """Return the cost, with the timeline of the schedule executed."""
-        return self._cost(choice, pipeline_time)
+        return self._with_parts(choice)._cost(choice, pipeline_time)
 
     def least(self, choice: Choice) -> StepCost:
         """Return a cost without a timeline: the memory is exact, and no step is faster."""
-        return self._cost(choice, least_pipeline_time)
+        return self._with_parts(choice)._cost(choice, least_pipeline_time)
+
+    def _with_parts(self, choice: Choice) -> Evaluator:
+        """The evaluator of blocks whose parts have the degrees of a layout."""
+        if not choice.tp_by or choice.tp_by == self.problem.workload.tp_by:
+            return self
+        if choice.tp_by not in self._by_parts:
+            workload = self.problem.workload.with_tp_by(choice.tp_by)
+            self._by_parts[choice.tp_by] = Evaluator(replace(self.problem, workload=workload))
+        return self._by_parts[choice.tp_by]
 
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
@@ -172,11 +182,11 @@ class Evaluator:
         if key not in self._links:
             found, cluster = [], self.problem.cluster
             ways = Ways.of(choice.zero, self.problem.workload.cp_method)
-            known = dict[Pair, _Place]()
+            known, tp_by = dict[Pair, _Place](), self.problem.workload.tp_by
             for index in range(group.pp):
                 pools = group.pool_at(index), group.pool_at(min(index + 1, group.pp - 1))
                 if pools not in known:
-                    links = group_links(cluster, group, index, number, choice.ep, ways)
+                    links = group_links(cluster, group, index, number, choice.ep, ways, tp_by)
                     place = _Place(pools[0], links)
                     known[pools] = self._places.setdefault((place.pool, links), place)
                 found.append(known[pools])

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from holdfast.layout import component_degree
 from holdfast.plan.cost.choice import ReplicaChoice
 from holdfast.plan.cost.collectives import Exchange
+from holdfast.plan.cost.workload import TpDegrees
 from holdfast.plan.hardware.cluster import Cluster, NodePool
 from holdfast.plan.hardware.link import Link
 
@@ -31,6 +33,8 @@ class GroupLinks:
     replicas: Link  # of ranks that sum gradients, those of cp and of all replicas
     experts: Exchange  # of the all-to-all of ep
     copies: Link  # of ranks with the same experts
+    parts: tuple[tuple[Link, Link], ...] = ()  # with degrees for parts of a block: of the ranks
+    # that share a part, and of those that hold the same of it
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def group_links(
     number_of_replicas: int,
     ep: int = 1,
     ways: Ways = Ways(),
+    tp_by: TpDegrees = (),
 ) -> GroupLinks:
     """Return the links of the stage at `index` on pp of a kind of replica."""
     pool = cluster.pool(group.pool_at(index))
@@ -74,6 +79,10 @@ def group_links(
         replicas=seen(_between_replicas(cluster, pool, group, number_of_replicas), "replicas"),
         experts=replace(experts, inside=known.get("ep", experts.inside)),
         copies=ring_link(pool, max(1, group.token_shares // ep), group.tp * ep),
+        parts=tuple(
+            (seen(ring_link(pool, n, 1), "tp"), seen(ring_link(pool, group.tp // n, n), "tp"))
+            for n in (component_degree(degree, group.tp) for degree in tp_by)
+        ),
     )
 
 

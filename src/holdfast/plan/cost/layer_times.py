@@ -65,16 +65,25 @@ class ShapeTimes:
     item: float  # bytes of an element between kernels
     repeats_all: bool = False
     is_compiled: bool = True
+    trained: float = 1.0  # share of the parameters that have gradients
 
     @staticmethod
     def of_workload(workload: Workload) -> ShapeTimes:
         return ShapeTimes(
-            workload.precision, workload.item, workload.repeats_all, workload.is_compiled
+            workload.precision,
+            workload.item,
+            workload.repeats_all,
+            workload.is_compiled,
+            workload.trained,
         )
 
     def of(self, layer: Layer, part: Part, device: DeviceType, links: GroupLinks) -> PassTimes:
         one = _Device.of(device, self.precision, self.item)
-        each = [one.product_s(part.tokens, product, part.tp) for product in layer.products]
+        degrees = [layer.degree(layer.part(i), part.tp) for i in range(len(layer.products))]
+        each = [  # each set of ranks computes its own tokens
+            one.product_s(part.tokens * degree / part.tp, product, degree)
+            for product, degree in zip(layer.products, degrees, strict=True)
+        ]
         products = sum(each) + self._experts_s(one, layer, part)
         attention = self._attention_s(one, layer, part)
         cut = part.tp if part.sequence_parallel else 1
@@ -85,7 +94,10 @@ class ShapeTimes:
         sent = {}
         if part.tp > 1 and layer.reductions:
             # a sum is a reduce-scatter and a gather, with and without sequence parallelism
-            sent["tp"] = 2 * layer.reductions * gather_s(links.tp, size, part.tp)
+            regions = [(part.tp, links.tp)] * layer.reductions
+            if layer.tp_by:
+                regions = [(layer.degree(i, part.tp), links.parts[i][0]) for i in (0, 1)]
+            sent["tp"] = sum(2 * gather_s(on, size * n / part.tp, n) for n, on in regions)
         if part.cp > 1 and layer.attention is not None:
             kind = layer.attention
             keys = 2 * kind.kv_heads * kind.head_dim / part.tp * self.item * part.tokens * part.cp
@@ -102,7 +114,9 @@ class ShapeTimes:
         inputs = products + ATTENTION_BACKWARD * attention + 2 * other + sum(sent.values())
         times = 3 if part.recompute == "full" else 2
         communication = {axis: times * s for axis, s in sent.items()}
-        found = PassTimes(forward, inputs, products, again[part.recompute], communication)
+        found = PassTimes(
+            forward, inputs, self.trained * products, again[part.recompute], communication
+        )
         return _with_host(found, layer, part, device)
 
     def _attention_s(self, one: _Device, layer: Layer, part: Part) -> float:

@@ -53,6 +53,7 @@ def step_tail(
     own = dense / shards + experts / copies
     of = _Sums(state, choice, group, links, bucket_bytes / state.gradients)
     sums, gathers = of.all_s(dense), 0.0
+    sums += _same_parts_s(layers, state, group, links)
     before = (scatters - 1) * max(0.0, of.scatters_s(dense) - hidden)  # behind earlier backwards
     if experts:
         sums += allreduce_s(links.replicas, experts / copies * state.gradients, number)
@@ -72,6 +73,20 @@ def step_tail(
         "parameters": gathers,
         "update": costs.step_s + copied + (moved_s if update is None else update / shards),
     }
+
+
+def _same_parts_s(
+    layers: Held, state: StateBytes, group: ReplicaChoice, links: GroupLinks
+) -> float:
+    """Seconds in which ranks of tp that hold the same of a part add up its gradients."""
+    seconds = 0.0
+    for layer, number in layers:
+        for part in (0, 1) if layer.tp_by else ():
+            degree = layer.degree(part, group.tp)
+            own = layer.part_parameters(part) / degree / group.dp_shard
+            size, link = own * state.gradients, links.parts[part][1]
+            seconds += number * allreduce_s(link, size, group.tp // degree)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from holdfast.layout import component_degree
+
 Cut = Literal["rows", "columns", ""]
 """How tp cuts a product: its inputs (rows of the matrix), its outputs, or not at all."""
+TpDegrees = tuple[int, ...]
+"""Ranks of tp that share attention, and those that share a feed-forward; (): all share both."""
 Counts = tuple[tuple[int, int], ...]
 """Kinds of layers, by their index in the workload, with their number."""
 SLOWED = 0.126
@@ -92,6 +96,21 @@ class Layer:
     whole_kept: float = 0.0
     cut_kept: float = 0.0
     held_kept: float = 0.0  # those that each rank of tp has
+    mixer: int = 0  # products of attention: the first ones
+    tp_by: TpDegrees = ()  # ranks of tp that share attention, and the feed-forward; (): all
+
+    def part(self, product: int) -> int:
+        """The part of a block that a product belongs to: 0 attention, 1 feed-forward."""
+        return int(product >= self.mixer)
+
+    def degree(self, part: int, tp: int) -> int:
+        """Return how many ranks of tp share a part of the block."""
+        return component_degree(self.tp_by[part], tp) if self.tp_by else tp
+
+    def part_parameters(self, part: int) -> int:
+        """Return the parameters of the products of a part."""
+        each = enumerate(self.products)
+        return sum(product.parameters for i, product in each if self.part(i) == part)
 
     @cached_property
     def cut_parameters(self) -> int:
@@ -147,6 +166,20 @@ class Workload:
     is_compiled: bool = True  # kernels are fused
     cp_method: str = "allgather"  # a word of `layout.cp_method`
     scatters_each: bool = False  # ZeRO 2: shards sum gradients for each microbatch, not once a step
+    trained: float = 1.0  # share of the parameters that have gradients; the rest is frozen
+
+    @property
+    def tp_by(self) -> TpDegrees:
+        """The degrees of blocks' parts, which all blocks have in common."""
+        return next((layer.tp_by for layer in self.layers if layer.tp_by), ())
+
+    def with_tp_by(self, degrees: TpDegrees) -> Workload:
+        """The same with degrees for the parts of its blocks."""
+        layers = (
+            replace(layer, tp_by=degrees) if layer.kind == "block" else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @cached_property
     def blocks(self) -> tuple[Layer, ...]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast.config.sections.run_place import cache_folder
+from holdfast.core.json_parsing import JsonMessage, JsonObject, ParsedJson
 from holdfast.errors import DataError
 from holdfast.plan.hardware.devices import NOT_MEASURED, DeviceType, Efficiency, StepCosts
 from holdfast.plan.hardware.link import Link
@@ -24,7 +25,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(JsonMessage):
     """What was measured. Peaks are those of the table if it has the device."""
 
     date: str
@@ -65,31 +66,16 @@ class Calibration:
             steps=self.steps,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        ways = {name: vars(link) for name, link in self.ways}
-        return {"version": VERSION, **asdict(self), "ways": ways}
+    def to_json(self) -> JsonObject:
+        ways = {name: link.to_json() for name, link in self.ways}
+        return super().to_json() | {"version": VERSION, "ways": ways}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+    def from_json(cls, value: ParsedJson) -> Self:
         """Raises KeyError, TypeError or ValueError for what is none."""
-        if data["version"] != VERSION:
-            raise ValueError(f"version {data['version']}")
-        values: dict[str, Any] = {
-            name: str(data[name]) for name in ("date", "node", "device", "torch")
-        }
-        for name in ("bandwidth", "cache_bytes", "cache_bandwidth"):
-            values[name] = float(data[name])
-        for name in ("inside", "messages", "host"):
-            values[name] = Link(**data[name]) if data[name] else None
-        return cls(
-            **values,
-            flops={name: float(rate) for name, rate in data["flops"].items()},
-            efficiency={name: Efficiency(**each) for name, each in data["efficiency"].items()},
-            call_s=float(data.get("call_s", 0.0)),
-            samples=tuple(data["samples"]),
-            steps=StepCosts(**data.get("steps", {})),
-            ways=tuple((name, Link(**link)) for name, link in data.get("ways", {}).items()),
-        )
+        if value["version"] != VERSION:
+            raise ValueError(f"version {value['version']}")
+        return super().from_json({**value, "ways": value.get("ways", {}).items()})
 
 
 def calibration_path(node: str) -> Path:

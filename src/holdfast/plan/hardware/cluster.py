@@ -54,6 +54,8 @@ class Cluster:
     pools: tuple[NodePool, ...]
     between: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     usd_per_gb: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of 1e9 bytes
+    domain_losses_per_day: Mapping[str, float] = field(default_factory=dict)
+    """Of one complete rack, power domain, pool or zone; one that is left out is not known."""
 
     @property
     def size(self) -> int:

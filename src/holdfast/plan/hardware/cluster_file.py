@@ -137,6 +137,19 @@ class PoolSection(Section):
     )
 
 
+class DomainLossSection(Section):
+    """Losses of complete domains. A rate that is left out is the assumed one."""
+
+    rack: float | None = Field(None, ge=0, description="losses of a rack a day", examples=[0.002])
+    power: float | None = Field(
+        None, ge=0, description="losses of a power domain a day", examples=[0.0005]
+    )
+    pool: float | None = Field(
+        None, ge=0, description="bursts of spot losses a pool and day", examples=[2]
+    )
+    zone: float | None = Field(None, ge=0, description="losses of a zone a day", examples=[0.001])
+
+
 class ClusterSections(Section):
     """The file."""
 
@@ -144,6 +157,9 @@ class ClusterSections(Section):
         description="by their names"
     )
     between: tuple[BetweenSection, ...] = Field((), description="links between zones")
+    domain_losses_per_day: DomainLossSection = Field(
+        default_factory=DomainLossSection, description="how often complete domains are lost"
+    )
 
 
 HERE = "here"
@@ -253,7 +269,8 @@ def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:
         most = max(pool.devices for pool in pools)
         between[one, other] = _link(each, most, path, where, tables)
         prices[one, other] = each.usd_per_gb
-    return Cluster(pools, between, prices)
+    losses = sections.domain_losses_per_day.model_dump(exclude_none=True)
+    return Cluster(pools, between, prices, losses)
 
 
 def _other_zone(zone: str, zones: set[str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from holdfast.core.json_parsing import JsonMessage
 from holdfast.errors import DataError, nearest_of, unknown_name, use_one_of
 from holdfast.plan.hardware.link import LinkType, load_links
 from holdfast.plan.hardware.tables import read_rows
@@ -26,7 +27,7 @@ PRECISIONS = ("fp32", "bf16", "fp8", "fp4")
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class Efficiency(JsonMessage):
     """How much of a device's peak its kernels reach: constants for a device and precision.
 
     A product of f FLOPs takes ramp_s + f / (compute x peak), so small products are slower.
@@ -43,7 +44,7 @@ ASSUMED = Efficiency()
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class StepCosts(JsonMessage):
     """What a step takes beyond its products, its attention and the bytes of fused kernels.
 
     Constants of one kind of device and its host. `holdfast calibrate` measures steps of small

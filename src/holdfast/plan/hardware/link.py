@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 
+from holdfast.core.json_parsing import JsonMessage
 from holdfast.errors import DataError, unknown_name
 from holdfast.plan.hardware.tables import read_rows
 
@@ -24,7 +25,7 @@ WIDE = "wide"
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(JsonMessage):
     """What messages of one rank see, one way."""
 
     latency_s: float  # of an empty message

@@ -68,6 +68,15 @@ from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.options.registry import option_costs
 from holdfast.options.tp_by.cost import ComponentTokens, attention_tokens, components, ffn_tokens
+from holdfast.plan.memory.block_parts import (
+    GATE_UP,
+    PLAIN,
+    QUERY_KEY_VALUE,
+    Adapters,
+    BlockOptions,
+    clashing_options,
+    options_of_attention,
+)
 from holdfast.plan.memory.pass_order import StageBytes, fullest_forward
 from holdfast.plan.step_microbatches import microbatches
 
@@ -135,7 +144,7 @@ class ExpertShape:
 
 
 _SCHEDULES = ("interleaved", "zb-h1", "zbv", "dualpipev")
-_COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2}
+_COMPUTE_BYTES = {"float64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -162,43 +171,67 @@ def device_kind(config: RunConfig) -> str:
 
 
 def has_formula(config: RunConfig) -> bool:
-    """Return True for a run that the formulas cover. They know no task, no adapters, no masks of
-    documents or windows, no limits of scores, no codes of few bits. Norms come before attention and
-    feed-forward alone. Not all experts are known. Under cp the kernel of attention runs several
-    times, and no formula says what is kept of it."""
-    model = config.model
-    plain = model.norms == "pre" and not (model.attention_softcap or model.windowed)
-    plain = plain and _knows_experts(config)
-    trained = not (config.task.name or config.lora.rank)
-    known = config.train.precision in _COMPUTE_BYTES
-    if any(degrees.pp > 1 for _, degrees in config.layout.kinds):
-        name, is_moved = config.layout.schedule, config.train.memory.moves_activations
-        is_plain = name in ("1f1b", "gpipe")
-        known = known and (is_plain or (name in _SCHEDULES and not is_moved))
-    if any(degrees.cp > 1 for _, degrees in config.layout.kinds):
-        words, kept = config.train.recompute_words, config.train.recompute_keep
-        known = known and not ("selective" in words and "attention" in kept)
-    known = known and all(option.has_formula(config) for option in option_costs())
-    return trained and plain and known and config.data.attention == "full"
+    """Return True for a run whose activations the formulas cover."""
+    return not without_formula(config)
 
 
 def has_estimate(config: RunConfig) -> bool:
-    """Return True for a run whose peak of memory the formulas know. What FSDP2 gathers of experts
-    that are spread over ranks is not among it."""
-    return has_formula(config) and config.layout.ep == 1
+    """Return True for a run whose peak of memory the formulas know."""
+    return not without_estimate(config)
 
 
-def _knows_experts(config: RunConfig) -> bool:
-    """Return True without experts, or where a formula covers them. Then all blocks have some, no
-    choice is dropped, nothing of them is kept by name, and no backward is split."""
-    experts = config.model.experts
+def without_estimate(config: RunConfig) -> str:
+    """Return the keys for which no formula says the peak of memory; "" if one does. What FSDP2
+    gathers of experts that are spread over ranks is not among the formulas."""
+    return without_formula(config) or (f"layout.ep {config.layout.ep}" * (config.layout.ep > 1))
+
+
+def without_formula(config: RunConfig) -> str:
+    """Return the keys for which no formula says the activations, with their values; "" if one
+    does."""
+    if config.task.name:
+        return f"task {config.task.name}"
+    if config.train.precision not in _COMPUTE_BYTES:
+        return f"train.precision {config.train.precision}"
+    option = next((each for each in option_costs() if not each.has_formula(config)), None)
+    if option is not None:
+        return option.unmodelled(config) or option.formula_key
+    layout, degrees = config.layout, [each for _, each in config.layout.kinds]
+    if any(each.pp > 1 for each in degrees):
+        name, is_moved = layout.schedule, config.train.memory.moves_activations
+        if name not in ("1f1b", "gpipe") and (name not in _SCHEDULES or is_moved):
+            return f"layout.schedule {name}" + " with train.memory.activations" * is_moved
+    if any(each.cp > 1 for each in degrees):
+        words, kept = config.train.recompute_words, config.train.recompute_keep
+        if "selective" in words and "attention" in kept:
+            return "layout.cp with train.recompute_keep attention"
+        if options := options_of_attention(config):
+            return f"layout.cp with {options[0]}"
+    return _unknown_experts(config) or clashing_options(config)
+
+
+def _unknown_experts(config: RunConfig) -> str:
+    """Return the key for which no formula covers the experts; "" without experts, or with one. A
+    formula has all blocks with some, drops no choice, keeps nothing of them by name, and splits no
+    backward."""
+    experts, train = config.model.experts, config.train
     if experts is None:
-        return True
+        return ""
     is_split = any(degrees.pp > 1 for _, degrees in config.layout.kinds)
     is_split &= SCHEDULE_KINDS[config.layout.schedule].splits_backward
-    is_plain = not (experts.first or experts.capacity or is_split)
-    is_plain &= not config.train.memory.moves_activations
-    return is_plain and "selective" not in config.train.recompute_words
+    for is_used, key in (
+        (experts.first, "experts.first"),
+        (experts.capacity, "experts.capacity"),
+        (is_split, f"experts with layout.schedule {config.layout.schedule}"),
+        (train.memory.moves_activations, "experts with train.memory.activations"),
+        ("selective" in train.recompute_words, "experts with train.recompute selective"),
+        (train.compile, "experts with train.compile"),
+        (config.lora.rank, "experts with lora"),
+        (options_of_attention(config), "experts with another attention"),
+    ):
+        if is_used:
+            return f"model.{key}"
+    return ""
 
 
 def activations_of(
@@ -229,10 +262,10 @@ def stage_bytes(
     policy = config.recompute_policy(at.pp, ranks, tp)
     blocks, is_last = blocks_of(config, replica, number), is_last_stage(replica, number)
     rows = tp_part(config.model.vocab_rows, tp, at.tp)[1]
-    head = rank.item * rows * config.model.dim
+    head = 0 if rank.options.adapters else rank.item * rows * config.model.dim
     kept = len(blocks) * rank.block(policy)
     if is_last:
-        kept += rank.norm() + rank.item * rank.tokens * config.model.dim + head
+        kept += rank.last_norm() + rank.item * rank.tokens * config.model.dim + head
     else:
         kept += rank.stream()
     kept += rank.extra_of_first(policy, number, tp)
@@ -309,6 +342,7 @@ class RankShape:
     swaps: bool = False
     device: str = "cpu"  # or "accelerator"
     experts: ExpertShape | None = None
+    options: BlockOptions = PLAIN
 
     @staticmethod
     def of(config: RunConfig, replica: Replica, at: Coordinate, device: str = "cpu") -> RankShape:
@@ -332,6 +366,7 @@ class RankShape:
             ExpertShape.of(
                 model, tokens, item, max(4, item), tp=tp, ep=replica.expert_degree(config.layout.ep)
             ),
+            BlockOptions.of(config, device),
         )
 
     @property
@@ -375,7 +410,7 @@ class RankShape:
             return 9 * self.tokens if tp > 1 else 0
         stream = self.stream()
         if policy.word == "none":  # the norm keeps a wide copy of what came in
-            return stream if self.copies_input else 0
+            return stream if self.copies_input and not self.options.is_compiled else 0
         return stream - self.kept_input(policy)
 
     def late_block(self) -> int:
@@ -398,12 +433,81 @@ class RankShape:
             inner += self.item * self.inner * policy.keeps("activation")
             kept = self.attention.computed * width + self.ffn.computed * inner
             return self.kept_input(policy) + kept
-        width = self.item * (2 * query + 2 * key) + self.wide * self.heads
-        width += self.item * query if self.swaps else 0
-        if self.model.qk_norm:
-            width += (self.heads + self.kv_heads) * self._norm_of(head)
+        if self.options.adapters is not None:
+            return self._adapted(self.options.adapters)
+        if self.options.is_compiled:
+            return self._compiled()
         inner = (
             self.experts.kept if self.experts else self.item * self.ffn.computed * 4 * self.inner
         )
         inputs = self.item * dim * (self.attention.held + self.ffn.held)
-        return 2 * self.norm() + inputs + self.attention.computed * width + inner
+        return self.options.norms * self.norm() + inputs + self._scores() + inner
+
+    def _scores(self) -> int:
+        """Bytes that attention keeps between its products with weights."""
+        options, head = self.options, self.model.head_size
+        query, key = self.heads * head, self.kv_heads * head
+        width = self.item * (2 * query + 2 * key) + self.wide * self.heads
+        if options.softcap:
+            scores = self.item + self.wide + (self.item if self.item < self.wide else 0)
+            width = self.item * 4 * query + scores * self.heads * options.sequence
+        width += self.item * query * (self.swaps + options.has_documents)
+        if self.model.qk_norm:
+            width += (self.heads + self.kv_heads) * self._norm_of(head)
+        mask = options.sequence**2
+        masks = int(options.masked * self.item * mask) + mask * options.softcap
+        return self.attention.computed * width + masks
+
+    def _compiled(self) -> int:
+        """Bytes that a compiled block keeps."""
+        product = self.item * self.ffn.computed * 3 * self.inner
+        inputs = self.item * self.model.dim * (self.attention.held + self.ffn.held)
+        streams = 2 * self.stream() + 2 * self.wide * self.stream_tokens
+        return streams + inputs + self._scores() + product
+
+    def _adapted(self, adapters: Adapters) -> int:
+        """Bytes that a block with frozen weights keeps, as a mean of all blocks."""
+        found = zip(adapters.blocks, adapters.starts(), strict=True)
+        kept = [self._frozen_block(adapters, *each) for each in found]
+        return sum(kept) // len(kept)
+
+    def _frozen_block(self, adapters: Adapters, names: frozenset[str], has_gradient: bool) -> int:
+        """names: layers with an adapter. has_gradient: what comes in has one."""
+        dim, query = self.model.dim, self.heads * self.model.head_size
+        before = [name for name in QUERY_KEY_VALUE if name in names]
+        joins = has_gradient or bool(before)
+        kept = (
+            has_gradient * self._frozen_norm()
+            + bool(before) * self.item * dim * self.attention.held
+        )
+        rows = self._adapter_rows(adapters, len(before), dim)
+        joined = self.options.has_documents and "attention.o" not in names
+        if joins:  # what is joined of documents is the input of a frozen product
+            kept += self._scores() - joined * self.item * query * self.attention.computed
+        if "attention.o" in names:
+            rows += self._adapter_rows(adapters, 1, query)
+            kept += 0 if joins else self.item * query * self.attention.computed
+        joins |= "attention.o" in names
+        kept += self.attention.computed * rows
+        gates = [name for name in GATE_UP if name in names]
+        kept += joins * self._frozen_norm() + bool(gates) * self.item * dim * self.ffn.held
+        rows = self._adapter_rows(adapters, len(gates), dim)
+        inner = 3 * self.item * self.inner if joins or gates else 0
+        if "ffn.down" in names:
+            inner += self.item * self.inner
+            rows += self._adapter_rows(adapters, 1, self.inner)
+        return kept + self.ffn.computed * (inner + rows)
+
+    def last_norm(self) -> int:
+        """Bytes that the norm before the head keeps."""
+        return self.norm() if self.options.adapters is None else self._frozen_norm()
+
+    def _frozen_norm(self) -> int:
+        if self.fuses_norms:
+            return self.norm()
+        return self.stream_tokens * self.wide * (self.model.dim + 1)
+
+    def _adapter_rows(self, adapters: Adapters, number: int, inputs: int) -> int:
+        """Bytes of a token that so many adapters keep, beyond the layer's input."""
+        dropped = (self.item + 1) * inputs if adapters.has_dropout else 0
+        return number * (self.item * adapters.rank + dropped)

@@ -9,7 +9,7 @@ sums gradients together.
 from __future__ import annotations
 
 from holdfast.config.run import RunConfig
-from holdfast.core.devices import device_kind, is_accelerator
+from holdfast.core.devices import is_accelerator, run_device_kind
 from holdfast.core.sharding.run_table import run_cells
 from holdfast.layout import Topology
 
@@ -26,14 +26,14 @@ def communicators_by_rank(config: RunConfig, topology: Topology) -> tuple[int, .
 
 
 def _of_rank(config: RunConfig, topology: Topology, rank: int) -> int:
-    kind, at = device_kind(config.device), topology.coordinate(rank)
+    kind, at = run_device_kind(config), topology.coordinate(rank)
     replica, count = topology.replicas[at.replica], 0
-    if kind.inside != "gloo":
+    if not kind.inside_has_tags:
         neighbours = sum(at.pp in pair for pair in replica.neighbours)
         count += sum(degree > 1 for degree in replica.mesh_shape) + 2 * neighbours
         ep, shares = replica.expert_degree(config.layout.ep), replica.token_shares
         count += (ep > 1) + (1 < ep < shares and replica.is_sharded)
-    if kind.between != "gloo" and config.layout.exchange != "direct":
+    if not kind.between_has_tags and config.layout.exchange != "direct":
         teams = {cell.ranks for cell in run_cells(config, topology, rank)}
         count += sum(len(ranks) > 1 for ranks in teams)
     return count

@@ -32,7 +32,7 @@ from holdfast.plan.memory.activations import (
 )
 from holdfast.plan.memory.gradient_buffers import gradient_buffers
 from holdfast.plan.memory.memory_use import known_parameters, memory_of
-from holdfast.plan.memory.pass_memory import FRAGMENTATION, Moment, Stage, moments_of
+from holdfast.plan.memory.pass_memory import FRAGMENTATION, Moment, Stage, loss_chunk, moments_of
 from holdfast.plan.memory.pass_order import RankPass, rank_actions, rank_passes
 from holdfast.plan.memory.placed_memory import placed_memory
 from holdfast.plan.step_microbatches import microbatches
@@ -189,7 +189,8 @@ def _stage(
     model, replica = config.model, topology.replicas[at.replica]
     shape, tp = RankShape.of(config, replica, at, device), replica.degree("tp")
     blocks = blocks_of(config, replica, number)
-    is_last, embeds = is_last_stage(replica, number), number == 0
+    is_last, trains = is_last_stage(replica, number), shape.options.adapters is None
+    embeds = number == 0 and trains
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, (f"layers.{blocks[0]}.",))
@@ -208,9 +209,8 @@ def _stage(
         shape,
         len(blocks),
         policy,
-        max(1, model.vocab_size),
         max(0, min(held, model.vocab_size - first)) if is_last else 0,
-        held if is_last or embeds else 0,
+        held if (is_last and trains) or embeds else 0,
         embeds,
         model.tied_embeddings,
         tp > 1 and config.layout.sequence_parallel,
@@ -219,9 +219,10 @@ def _stage(
         _elements(config, replica, at, ("embed",) * holds_table + ("norm", "head") * is_last),
         gathers,
         replica.degree("dp_shard") if gathers and adds else 0,
-        device,
+        loss_chunk(config, device),
         shape.moved(policy) if moves else 0,
         shape.stream() if moves and number > 0 and stays else 0,
+        tp > 1,
     )
 
 

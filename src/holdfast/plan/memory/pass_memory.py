@@ -14,6 +14,7 @@ Each is on top of the rank's state, and of what other microbatches in flight kee
     next block  the feed-forward of the block ahead, while it keeps what it reduced
     block end   the end of that block's backward: all gradients of its weights
     gather      FSDP2 gathers the last block of a forward pass
+    scale       fp16 multiplies the gradients that the loss computed, in fp32
     embedding   the gradient of the embedding's rows, at the end
     root        FSDP2 reduces the gradients outside of the blocks
     input end   the end of the first half of a split backward: all that it leaves
@@ -33,12 +34,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.config.run import RunConfig
 from holdfast.config.sections.recompute import RecomputePolicy
+from holdfast.core.devices import DEVICES, is_accelerator
 from holdfast.core.schedule.table import ActionKind
 from holdfast.plan.memory.activations import RankShape
-
-CHUNK_ELEMENTS = {"cpu": 2**24, "accelerator": 2**28}
-"""Logits at a time (`train.objective.chunk_tokens`)."""
 
 FRAGMENTATION = 0.05
 """Part of what is not state that an accelerator's allocator may lose between pieces."""
@@ -69,7 +69,6 @@ class Stage:
     shape: RankShape
     blocks: int
     policy: RecomputePolicy
-    vocabulary: int
     rows: int  # of the head that it computes with; 0 on a stage that is not the last
     held: int  # rows of the vocabulary that it holds
     embeds: bool  # it has the embedding
@@ -80,9 +79,10 @@ class Stage:
     root: int  # elements outside of the blocks
     gathers: int  # FSDP2's stage of ZeRO, 2 or 3; 0 without it
     shards: int  # that it reduces to, where a sum is added to an earlier one; 0: it replaces that
-    device: str = "cpu"  # a key of CHUNK_ELEMENTS
+    chunk: int  # tokens whose logits the loss holds at a time (`DeviceKind.chunk_tokens`)
     moved: int = 0  # bytes of a block that leave the device between its passes
     incoming: int = 0  # bytes of what comes in that stay on the device then
+    cuts_vocabulary: bool = False  # ranks of tp talk in the midst of the softmax
 
     @property
     def is_mixed(self) -> bool:
@@ -144,7 +144,7 @@ def forward_moments(stage: Stage) -> Iterator[Moment]:
         return
     if stage.moved:
         yield Moment("block", stage.kept(stage.blocks), 0, gathered, 2 * stage.whole)
-    kept = stage.kept(stage.blocks, 1) + stage.shape.norm()
+    kept = stage.kept(stage.blocks, 1) + stage.shape.last_norm()
     working = 2 * stage.whole + stage.is_mixed * stage.stream
     yield Moment("head", kept, _logits(stage), gathered, working)
 
@@ -157,6 +157,8 @@ def backward_moments(stage: Stage, *, stays: bool) -> Iterator[Moment]:
     head = stage.head_gradient if has_head and waits else 0
     if has_head:
         yield _norm(stage, head, stage.gathered(blocks, 1))
+        if shape.options.scales_loss:
+            yield _scaled(stage, stage.gathered(blocks, 1))
     again = _again(stage)
     working = head + stage.stream + _feed_forward(stage, stays=stays or bool(stage.gathers))
     yield Moment("last block", stage.kept(blocks) + again, 0, stage.gathered(blocks, 2), working)
@@ -204,8 +206,17 @@ def _norm(stage: Stage, head: int, gathered: int) -> Moment:
     """The backward of the last norm. head: bytes of the head's gradient that wait."""
     working = stage.whole + stage.stream * (stage.is_cut + stage.is_mixed) + head
     working += 0 if stage.shape.fuses_norms else 2 * stage.wide_stream
-    kept = stage.kept(stage.blocks, 1) + stage.shape.norm()
+    kept = stage.kept(stage.blocks, 1) + stage.shape.last_norm()
     return Moment("norm", kept, 0, gathered, working)
+
+
+def _scaled(stage: Stage, gathered: int) -> Moment:
+    """The gradients that the loss has computed are multiplied in fp32 by the scale of fp16."""
+    head, hidden = stage.head_gradient, stage.whole
+    narrow = stage.shape.item
+    working = head + hidden + 2 * stage.shape.wide * max(head, hidden) // narrow
+    kept = stage.kept(stage.blocks, 1) + stage.shape.last_norm()
+    return Moment("scale", kept, 0, gathered, working)
 
 
 def input_moments(stage: Stage) -> Iterator[Moment]:
@@ -214,6 +225,8 @@ def input_moments(stage: Stage) -> Iterator[Moment]:
     head = stage.head_gradient if stage.rows else 0
     if stage.rows:
         yield _norm(stage, head, 0)
+        if shape.options.scales_loss:
+            yield _scaled(stage, 0)
     again, late = _again(stage), shape.late_block()
     inner = shape.item * shape.ffn.computed * shape.inner
     working = head + stage.stream + 3 * inner + (stage.ffn_input if stage.is_cut else 0)
@@ -248,8 +261,11 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
     if shape.experts is not None:
         return shape.experts.working
     inner = shape.item * shape.ffn.computed * shape.inner
-    weight = shape.item * shape.inner * shape.model.dim
+    adapters = shape.options.adapters
+    weight = shape.item * shape.inner * (adapters.rank if adapters else shape.model.dim)
     gathered = stage.ffn_input if stage.is_cut else 0
+    if adapters:  # two gradients of the product, and their sum; or it is not kept, so not dropped
+        return 3 * inner + weight
     return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
 
 
@@ -269,14 +285,25 @@ def reduce_bytes(
     return sent + max(item * elements, sent + reduced + item * last)
 
 
+def loss_chunk(config: RunConfig, device: str) -> int:
+    """Return the tokens whose logits the loss holds at a time. device: "cpu" or "accelerator"."""
+    name = config.device if is_accelerator(config.device) else "cuda"
+    kind = DEVICES["cpu" if device == "cpu" else name]
+    return kind.chunk_tokens(max(1, config.model.vocab_size), config.train.loss_chunk)
+
+
 def _logits(stage: Stage) -> int:
     shape = stage.shape
-    chunk = max(64, CHUNK_ELEMENTS[stage.device] // stage.vocabulary)
     head = stage.held * shape.model.dim
-    return int(logits_bytes(shape.tokens, chunk, stage.rows, head, shape.item))
+    is_fused = shape.options.is_compiled and not stage.cuts_vocabulary
+    return int(
+        logits_bytes(shape.tokens, stage.chunk, stage.rows, head, shape.item, is_fused=is_fused)
+    )
 
 
-def logits_bytes(tokens: float, chunk: float, rows: float, head: float, item: float) -> float:
+def logits_bytes(
+    tokens: float, chunk: float, rows: float, head: float, item: float, *, is_fused: bool = False
+) -> float:
     """Return the most bytes of a chunk of logits, with what is made of it, and the head's gradient.
 
     Args:
@@ -285,12 +312,15 @@ def logits_bytes(tokens: float, chunk: float, rows: float, head: float, item: fl
         rows: of the vocabulary that it computes with.
         head: elements of the head's gradient.
         item: bytes of an element that is computed with.
+        is_fused: the compiler has made one pass of the softmax and its gradient.
     """
     wide, is_mixed, again = max(4.0, item), item < 4, tokens > chunk
     number = min(tokens, chunk) * rows
     narrow, broad, gradient = number * item, number * wide, head * (wide if again else item)
-    softmax = narrow + broad + (broad if is_mixed else 0)
-    if again:
+    softmax = 2 * narrow if is_fused else narrow + broad + (broad if is_mixed else 0)
+    if again and is_fused:
+        softmax += gradient + narrow
+    elif again:
         softmax += gradient + (narrow if is_mixed else broad)
-    slope = 2 * narrow if is_mixed else narrow + broad
+    slope = 2 * narrow if is_mixed else narrow + broad  # as much if it is fused
     return max(softmax, slope + gradient + (head * item if again and is_mixed else 0))

@@ -91,7 +91,10 @@ def expert_parameters(layers: Held, tp: int, ep: int) -> float:
 def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
     """Of one layer, on a rank."""
     experts = layer.experts.parameters / tp / ep if layer.experts else 0
-    return layer.cut_parameters / tp + layer.whole_parameters + experts
+    cut = layer.cut_parameters / tp
+    if layer.tp_by:
+        cut = sum(layer.part_parameters(part) / layer.degree(part, tp) for part in (0, 1))
+    return cut + layer.whole_parameters + experts
 
 
 _Moment = tuple[float, float, float, float]
@@ -175,6 +178,8 @@ def stage_bytes(
     cut = (own - shape.experts) / group.dp_shard + shape.experts / with_same
     zero = choice.zero if group.is_sharded else 1
     weights = own * state.weights
+    if workload.trained < 1:
+        zero = min(zero, 2)  # the frozen base is on each rank, whatever shards there are
     if zero == 3:
         weights = 0.0 if state.has_masters else cut * state.weights
     elif zero == 2 and not state.has_masters:
@@ -344,7 +349,9 @@ class _Stage:
             return self.tokens * rows * (4 + workload.item)
         chunk = max(64, workload.logits_at_once // max(1, workload.vocabulary))
         width = self.shape.width * (tp if self.choice.sequence_parallel else 1)
-        return logits_bytes(self.tokens, chunk, rows, rows * width, workload.item)
+        head = rows * width if workload.trained == 1 else 0.0  # a frozen head has no gradient
+        is_fused = workload.is_compiled and tp == 1
+        return logits_bytes(self.tokens, chunk, rows, head, workload.item, is_fused=is_fused)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from math import prod
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, MeshShape, place_replicas
-from holdfast.options.registry import keys_without_formula
-from holdfast.plan.memory.activations import device_kind, has_estimate
+from holdfast.plan.memory.activations import device_kind, without_estimate
 from holdfast.plan.memory.estimate import rank_estimate
 from holdfast.plan.step_microbatches import microbatches
 
@@ -26,12 +25,11 @@ _MOST_REPLICAS = 8
 
 def check_memory_formula(config: RunConfig) -> None:
     """Raises LayoutError for a run whose stages have no estimate of memory."""
-    if has_estimate(config):
+    key = without_estimate(config)
+    if not key:
         return
     raise LayoutError(
-        "memory has no formula for this run's schedule, or for its experts, windows, masks of "
-        f"documents, norms, precision, {keys_without_formula()}, or cp with train.recompute_keep "
-        "attention",
+        f"memory has no formula for a run with {key}",
         where="layout.balance",
         remedy="use layout.balance time",
     )

@@ -101,22 +101,23 @@ def node_losses(pool: NodePool, choice: Choice, present: int) -> Iterator[Loss]:
 
 def domain_losses(cluster: Cluster, choice: Choice) -> Iterator[Loss]:
     """Losses of complete racks, power domains and zones that a layout uses, at the rates of
-    `plan/placing/domains.py`."""
+    the cluster file, or of `plan/placing/domains.py`."""
     zones: set[str] = set()
+    per_day = {**FAILURES_PER_DAY, **cluster.domain_losses_per_day}
     for pool in cluster.pools:
         used = _used(pool, choice)
         if not used:
             continue
         for domain, nodes in domains_of(pool).items():
             number = ceil(used / nodes)
-            rate = number * FAILURES_PER_DAY[domain] / 86_400.0
+            rate = number * per_day[domain] / 86_400.0
             # replicas fill nodes in order: one that lies elsewhere continues
             survives = _has_replica_outside(choice, {pool.name})
             survives = survives or (number > 1 and choice.number_of_replicas > 1)
             yield Loss(pool.name, min(nodes, used), rate, _NEEDS[survives], domain)
         if pool.zone and pool.zone not in zones:
             zones.add(pool.zone)
-            rate = FAILURES_PER_DAY["zone"] / 86_400.0
+            rate = per_day["zone"] / 86_400.0
             same = {each.name for each in cluster.pools if each.zone == pool.zone}
             needs = _NEEDS[_has_replica_outside(choice, same)]
             yield Loss(pool.name, pool.nodes, rate, needs, "zone")

@@ -43,7 +43,6 @@ class Score(Protocol):
     """A score of layouts. The search drops layouts by the least score that they can have."""
 
     def __call__(self, choice: Choice, cost: StepCost, /) -> float: ...
-
     def least(self, choice: Choice, step_s: float) -> float: ...
 
 

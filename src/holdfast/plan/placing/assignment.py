@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from holdfast.config.run import RunConfig
 from holdfast.layout import Layout, MeshShape, Replica, Stages
+from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.placing.domains import DomainChooser, placement_costs
 from holdfast.plan.placing.interface import NodePlaces, PresentPlacement
 from holdfast.plan.placing.replica_counts import ReplicaCounts
@@ -208,12 +209,13 @@ class ReplicaPlacer:
     nodes: Sequence[NodePlaces]
     present: PresentReplicas
     counts: ReplicaCounts
+    cluster: Cluster | None = None
     replicas: list[PlacedReplica] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._parts = StateOverlap(self.config)
         self._domains = DomainChooser(
-            [node.machine for node in self.nodes], placement_costs(self.config)
+            [node.machine for node in self.nodes], placement_costs(self.config, self.cluster)
         )
         self._was: dict[int, _Was] = {}
         self._gone_on: list[tuple[Replica, Sequence[int | None]]] = list(

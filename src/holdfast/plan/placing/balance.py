@@ -32,6 +32,7 @@ from holdfast.core.sharding.pipeline_stages import (
     check_number_of_stages,
     times_again,
 )
+from holdfast.core.sharding.run_table import count_blocks, run_block_costs
 from holdfast.layout import MeshShape, Replica, Stages
 from holdfast.plan.memory.stage_memory import PipelineMemory
 
@@ -43,15 +44,16 @@ WorkerCost = Callable[[int, Held], float]
 
 
 def planned_stages(config: RunConfig, mesh_shape: MeshShape) -> Stages:
-    """Blocks of each stage of a replica; () where there is no pipeline.
+    """Blocks of each stage of a replica; () where there is no pipeline, or a task was not asked
+    yet.
 
     Raises LayoutError for more stages than blocks, or if `memory` has no formula for the run.
     """
     pp, layout = mesh_shape[0], config.layout
-    if pp == 1:
+    if pp == 1 or (config.task.name and not config.task.parameters):
         return ()
-    number, blocks = pp * layout.stages_a_worker, config.model.layers
-    check_number_of_stages(config.model, number)
+    number, blocks = pp * layout.stages_a_worker, count_blocks(config)
+    check_number_of_stages(blocks, number)
     time = stage_times(config, pp)
     by_memory = layout.balance == "memory"
     if layout.stages_a_worker > 1:
@@ -109,7 +111,9 @@ def stage_times(config: RunConfig, pp: int) -> StageCost:
     if layout.balance_costs:
         return lambda stage, start, stop: costs.cost(0, number, stage, start, stop)
     workers = [config.recompute_policy(worker, pp, 1) for worker in range(pp)]
-    again = {policy: times_again(config.model, length, policy) for policy in set(workers)}
+    again = {policy: (0.0,) * count_blocks(config) for policy in set(workers)}
+    if config.has_decoder:
+        again = {policy: times_again(config.model, length, policy) for policy in again}
     sums = {policy: list(accumulate(row, initial=0.0)) for policy, row in again.items()}
     places = _places(config, pp)
     of_stages = [sums[workers[places.pp_of(stage)]] for stage in range(number)]
@@ -130,7 +134,9 @@ def times_of_stages(config: RunConfig, replica: Replica) -> tuple[float, ...]:
 
 def _costs(config: RunConfig) -> BlockCosts:
     """The costs of blocks and ends, with the run file's own times if it has some."""
-    found = block_costs(config.model, config.data.sequence_length)
+    found = run_block_costs(config)
+    if config.has_decoder:  # the base of adapters needs time and memory, too
+        found = block_costs(config.model, config.data.sequence_length)
     if not (given := config.layout.balance_costs):
         return found
     first, *times, last = given

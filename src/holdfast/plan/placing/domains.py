@@ -14,19 +14,22 @@ A new replica takes the domain with the least sum, after the replicas that are p
 Tensor groups stay inside a node in any case (`PlacePool`). Nodes whose place is not
 known have no domains, so nothing is chosen, and the packing alone decides.
 
-The table of links is for one accelerator of a usual node with eight. It is assumed where nothing
-was measured. It ranks layouts, and times none. Sources of its rows: Calculon (Isaev et al., SC'23)
-for links in a node and between nodes of a rack. Sailor (SOSP'25) for zones and regions of one
-cloud. Racks share half of their nodes' bandwidth (an assumption: fat trees with 2:1 are usual).
+Links and losses are those of the run's cluster file. Without one the tables below are assumed.
+The table of links is for one accelerator of a usual node with eight. It ranks layouts, and times
+none. Sources of its rows: Calculon (Isaev et al., SC'23) for links in a node and between nodes of a
+rack. Sailor (SOSP'25) for zones and regions of one cloud. Racks share half of their nodes'
+bandwidth (an assumption: fat trees with 2:1 are usual).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.run_table import run_block_costs
+from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.hardware.link import Link
 from holdfast.policy.placement import FAILURE_DOMAINS, Machine
 
@@ -44,6 +47,39 @@ ASSUMED_LINKS: Mapping[str, Link] = {
 }
 """By the level at which two ranks meet. Between zones 2.5 GB/s and between regions 0.6 GB/s are of
 a virtual machine, whose 8 ranks share them."""
+
+
+def named_links(cluster: Cluster) -> dict[str, Link]:
+    """Return a cluster's slowest link at each level for which it names one."""
+    pools = cluster.pools
+    there = {
+        "node": [pool.inside for pool in pools],
+        "rack": [pool.outside for pool in pools],
+        "zone": [pool.across_racks or pool.outside for pool in pools],
+    }
+    for zones, link in cluster.between.items():
+        level = "region" if len({region_of(zone) for zone in zones}) == 1 else "world"
+        there.setdefault(level, []).append(link)
+    return {level: min(links, key=lambda link: link.bandwidth) for level, links in there.items()}
+
+
+def links_of(cluster: Cluster) -> dict[str, Link]:
+    """Return `named_links`. A level that has none gets the assumed link, but none faster than that
+    of the level before."""
+    named, links = named_links(cluster), dict[str, Link]()
+    near = Link(0.0, inf)
+    for level, assumed in ASSUMED_LINKS.items():
+        latency_s = max(assumed.latency_s, near.latency_s)
+        slowed = Link(latency_s, min(assumed.bandwidth, near.bandwidth), near.ramp)
+        near = links[level] = named.get(level, slowed)
+    return links
+
+
+def failures_of(cluster: Cluster) -> dict[str, float]:
+    """Return the losses a day of a domain of each kind, as the cluster file gives them."""
+    lost = sum(pool.nodes * pool.losses_per_day for pool in cluster.pools)
+    node = lost / sum(pool.nodes for pool in cluster.pools)
+    return {**FAILURES_PER_DAY, "node": node, **cluster.domain_losses_per_day}
 
 
 def meeting_level(one: Machine, other: Machine) -> str:
@@ -80,7 +116,7 @@ FAILURES_PER_DAY: Mapping[str, float] = {
 }
 """Losses of one complete domain a day. node: Llama 3 (419 interruptions of 2,048 nodes in 54 days).
 pool: bursts of spot nodes, from days with 2 to 11 in the traces of Bamboo and of "Can't Be Late".
-The rest is assumed. A run's own history may replace them."""
+The rest is assumed. A cluster file may replace them."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +143,9 @@ _BYTES_PER_GRADIENT = 4
 _BYTES_PER_ACTIVATION = 2
 
 
-def placement_costs(config: RunConfig) -> PlacementCosts:
-    """Return the costs of a run, from its model and degrees. They are good enough to compare
+def placement_costs(config: RunConfig, cluster: Cluster | None = None) -> PlacementCosts:
+    """Return the costs of a run, from its model and degrees. cluster: whose links and losses count
+    in place of the assumed ones. They are good enough to compare
     domains: an estimate of a step's time is not among them (`plan/memory/estimate.py`)."""
     layout, train = config.layout, config.train
     blocks = run_block_costs(config)
@@ -126,6 +163,8 @@ def placement_costs(config: RunConfig) -> PlacementCosts:
         step_s=_FLOPS_PER_PARAMETER * parameters * tokens / workers / flops,
         inner_bytes=inner,
         gradient_bytes=own / shards,
+        links=links_of(cluster) if cluster else ASSUMED_LINKS,
+        failures_per_day=failures_of(cluster) if cluster else FAILURES_PER_DAY,
     )
 
 

@@ -26,6 +26,7 @@ from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
+from holdfast.plan.hardware.cluster import Cluster
 from holdfast.plan.placing.assignment import PresentReplicas, ReplicaPlacer
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.replica_counts import choose_replicas
@@ -43,8 +44,10 @@ def plan_layout(
     present: PresentPlacement | None = None,
     *,
     memory: int | None = None,
+    cluster: Cluster | None = None,
 ) -> LayoutPlan:
-    """A Planner. memory: bytes that a worker may hold, see `plan.placing.replica_shapes`."""
+    """A Planner. memory: bytes that a worker may hold, see `plan.placing.replica_shapes`. cluster:
+    whose links and losses decide where replicas stand; None: the assumed ones."""
     shapes = AllowedShapes(config, memory)
     there = sum(node.places for node in nodes)
     workers = min(there, _max_workers(config) or there)
@@ -60,7 +63,7 @@ def plan_layout(
     )
     if not chosen.workers:
         raise _no_replica_error(shapes, workers, number)
-    making = ReplicaPlacer(config, nodes, old, chosen)
+    making = ReplicaPlacer(config, nodes, old, chosen, cluster)
     built = making.place()
     idle = there - chosen.workers
     weights = _weights(

@@ -2,6 +2,8 @@
 
 1. Candidates are the meshes of the present replicas; before there are any, the run file's. More
    come from the search of `plan/search` and from a ranking by the cost model.
+   Of up to 24 workers, unlike replicas are candidates: some of one mesh, and the rest as the best
+   meshes for so few workers.
 2. The simple planner (`planner.py`) places each candidate on the nodes with as little movement as
    it can. Leaving the workers idle that fill no replica is a candidate too.
 3. The cost model predicts the step of each placed topology. A topology that does not fit into
@@ -24,11 +26,12 @@ from itertools import product
 from math import inf, prod
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import DegreesConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import AXES, MeshShape, Topology
 from holdfast.options.registry import unmodelled_option
 from holdfast.plan.cost.choice import Choice
-from holdfast.plan.cost.run_workload import unmodelled_key
+from holdfast.plan.cost.run_workload import adapter_degrees, unmodelled_key
 from holdfast.plan.placing.interface import LayoutPlan, NodePlaces, PresentPlacement
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.replica_shapes import DegreeRules
@@ -48,6 +51,9 @@ _RANKED = 6  # meshes that are placed after the first ranking
 _ALL_MESHES = 24
 """Workers up to which each possible mesh is ranked. Above, the search's meshes are, and if it finds
 none, those whose degrees are powers of two."""
+
+_FEWER = 1  # replicas by which the first kind of unlike ones may be fewer than fit
+_OF_REST = 3  # meshes that are tried on the rest of the workers
 
 _PLANS_KEPT = 32
 
@@ -133,7 +139,7 @@ class SearchedPlanner:
             why = f"the search took more than {self._limit_s:g} s"
             return _simple(config, nodes, 1, present, why)
         plan = scored.plan
-        if plan.idle_places and plan.idle_reason.startswith("layout.workers"):
+        if plan.idle_places and plan.idle_reason.startswith(("layout.workers", "layout.replicas")):
             why = "with more workers a step would take longer (predicted)"
             return replace(plan, idle_reason=why)
         return plan
@@ -184,20 +190,52 @@ class SearchedPlanner:
         best = self._best_meshes(config, nodes, costs)
         rest = [mesh for mesh in best if mesh not in first]
         yield from (_with_mesh(config, mesh) for mesh in rest)
-        for mesh in (*first, *rest):
+        is_all_used = workers == self._limits.devices  # the run file asks for so many
+        for mesh in () if is_all_used else (*first, *rest):
             each = prod(mesh)
             for used in sorted({workers // each * each, each}):
                 if 0 < used < workers:
                     yield _with_mesh(config, mesh, used)
+        yield from self._unlike(config, nodes, costs, [*first, *rest], is_all_used)
+
+    def _unlike(
+        self,
+        config: RunConfig,
+        nodes: Sequence[NodePlaces],
+        costs: TopologyCost,
+        meshes: Sequence[MeshShape],
+        is_all_used: bool,
+    ) -> Iterator[RunConfig]:
+        """The run file with replicas of each mesh, and others on the rest of the workers.
+        is_all_used: no worker may be idle."""
+        workers = _workers(config, nodes)
+        if workers > _ALL_MESHES:
+            return
+        for mesh in meshes:
+            most = workers // prod(mesh)
+            for number in range(most, max(0, most - _FEWER) - 1, -1):
+                rest = workers - number * prod(mesh)
+                if not number or not rest:
+                    continue
+                for other in self._best_meshes(config, nodes, costs, rest)[:_OF_REST]:
+                    if other != mesh and not (is_all_used and rest % prod(other)):
+                        others = (other,) * (rest // prod(other))
+                        yield _with_replicas(config, (mesh,) * number + others)
 
     def _best_meshes(
-        self, config: RunConfig, nodes: Sequence[NodePlaces], costs: TopologyCost
+        self,
+        config: RunConfig,
+        nodes: Sequence[NodePlaces],
+        costs: TopologyCost,
+        of_workers: int = 0,
     ) -> tuple[MeshShape, ...]:
-        """Those that the cost model puts first; remembered for as many nodes of the same kind."""
-        workers = _workers(config, nodes)
-        asked = (workers, kinds_of(nodes))
+        """Those that the cost model puts first; remembered for as many nodes of the same kind.
+        of_workers: only so many are to be used; 0: all."""
+        workers = of_workers or _workers(config, nodes)
+        asked = (workers, of_workers, kinds_of(nodes))
         if asked not in self._ranked:
-            meshes = dict.fromkeys(self._searched(config, costs))
+            found = [] if of_workers else self._searched(config, nodes, costs)
+            meshes = dict.fromkeys(found)
             if workers <= _ALL_MESHES or not meshes:
                 meshes |= dict.fromkeys(self._possible(config, workers))
             costed = [
@@ -209,7 +247,9 @@ class SearchedPlanner:
             self._ranked[asked] = tuple(mesh for _, _, mesh in ranked[:_RANKED])
         return self._ranked[asked]
 
-    def _searched(self, config: RunConfig, costs: TopologyCost) -> list[MeshShape]:
+    def _searched(
+        self, config: RunConfig, nodes: Sequence[NodePlaces], costs: TopologyCost
+    ) -> list[MeshShape]:
         fixed = _fixed(config, self._limits)
         limits = replace(
             fixed,
@@ -217,6 +257,7 @@ class SearchedPlanner:
             zero=(config.layout.zero,),
             schedules=(config.layout.schedule,),
             recompute=config.train.recompute_words[:1],
+            devices=fixed.devices if fixed.devices == _workers(config, nodes) else 0,
         )
         try:
             found = search(costs.problem, limits)
@@ -256,7 +297,7 @@ class _Trial:
         """Place the run with these degrees, and score its topology if it is new and fits. known:
         placed before; if its layout is the same, its step is, too."""
         try:
-            plan = plan_layout(changed, self.nodes, 1, self.present)
+            plan = plan_layout(changed, self.nodes, 1, self.present, cluster=self.fleet.whole)
         except LayoutError as error:
             self.refused = self.refused or error
             return
@@ -290,10 +331,18 @@ def why_simple(config: RunConfig) -> str:
     return f"{key.replace(' ', '=')}: {why}" if key else ""
 
 
+def fixed_limits(config: RunConfig) -> Limits:
+    """What no change of nodes changes: the keys of `layout.fixed`."""
+    values = {key: getattr(config.layout, key) for key in config.layout.fixed}
+    return Limits(devices=values.pop("workers", 0), **values)
+
+
 def _fixed(config: RunConfig, limits: Limits) -> Limits:
     """Limits, with the degrees that other keys of the run file fix."""
     if len(config.train.recompute_words) > 1:  # a word for each stage
         limits = replace(limits, pp=config.layout.pp)
+    if config.lora.rank:
+        limits = replace(limits, zero=(1,)).with_degrees(adapter_degrees(config))
     if unmodelled_option(config):  # the curve depends on it
         limits = replace(limits, dp_shard=config.layout.dp_shard)
     return limits
@@ -321,6 +370,14 @@ def _with_mesh(config: RunConfig, mesh: MeshShape, workers: int = 0) -> RunConfi
     changes["stages"] = own.stages if mesh[0] == own.pp else ()
     changes["workers"] = workers or own.workers
     return config.model_copy(update={"layout": own.model_copy(update=changes)})
+
+
+def _with_replicas(config: RunConfig, meshes: Sequence[MeshShape]) -> RunConfig:
+    """The run file with a replica of each of these meshes."""
+    alone = _with_mesh(config, (1, 1, 1, 1), sum(map(prod, meshes)))
+    kinds = [DegreesConfig(**dict(zip(AXES, mesh, strict=True))) for mesh in meshes]
+    layout = alone.layout.model_copy(update={"replicas": tuple(kinds)})
+    return alone.model_copy(update={"layout": layout})
 
 
 def _workers(config: RunConfig, nodes: Sequence[NodePlaces]) -> int:

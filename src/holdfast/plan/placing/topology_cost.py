@@ -34,6 +34,7 @@ class Fleet:
 
     devices: Mapping[str, DeviceType]  # the table
     node: NodePool  # the device and the links of every node; its numbers do not count
+    whole: Cluster | None = None  # of plan.cluster, whose links and losses place replicas
 
     def cluster(self, nodes: Sequence[NodePlaces]) -> Cluster:
         """The pools of these nodes, the largest first."""

@@ -54,6 +54,7 @@ class Limits:
     devices: int = 0  # of a layout
     effort: int = 0  # groups that are opened without a better layout; 0: by the number of devices
     offloads: tuple[frozenset[str], ...] = (frozenset(),)
+    by_part: bool = False  # attention and feed-forward may have lower degrees than tp
 
     @property
     def mesh(self) -> tuple[int, int, int, int]:

@@ -30,7 +30,9 @@ from holdfast.plan.search.space import (
     Cut,
     Shape,
     Site,
+    computes_own,
     cuts,
+    part_degrees,
     replica_numbers,
     shapes,
     slots_of,
@@ -82,9 +84,40 @@ def search(
     for one in tries:
         if best is None or problem.cluster.size <= _COMPLETE:
             best = one.run(first, best)
+    for tp, pair in part_degrees(problem, limits) if objective is step_seconds else ():
+        best = _with_parts(problem, replace(limits, tp=tp), objective, allows, pair, best)
     if best is None:
         raise nothing_fits_error(problem, tries[0].limits, tries[0].find_any)
     return best
+
+
+def _with_parts(
+    problem: Problem,
+    limits: Limits,
+    objective: Objective,
+    allows: Callable[[Choice], bool],
+    pair: tuple[int, int],
+    best: SearchResult | None,
+) -> SearchResult | None:
+    """The best layout so far, or a better one whose blocks have these degrees of attention and
+    feed-forward."""
+    workload = problem.workload.with_tp_by(pair)
+
+    def allowed(choice: Choice) -> bool:
+        return computes_own(choice, workload) and allows(replace(choice, tp_by=pair))
+
+    other = Search(replace(problem, workload=workload), limits, objective, allowed)
+    found = other.run((), best)
+    if found is None or found is best or (best and found.best.score >= best.best.score):
+        return best
+
+    def tagged(one: Found) -> Found:
+        return one if best and one is best.best else replace(one, choice=tag(one.choice))
+
+    def tag(choice: Choice) -> Choice:
+        return choice if choice.tp_by else replace(choice, tp_by=pair)
+
+    return replace(found, best=tagged(found.best), runners_up=tuple(map(tagged, found.runners_up)))
 
 
 @dataclass

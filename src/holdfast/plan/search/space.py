@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
+from holdfast.layout import component_degree
+from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Problem
 from holdfast.plan.cost.workload import Layer, Workload
 from holdfast.plan.search.limits import Limits
@@ -186,14 +189,39 @@ def tensor_degrees(workload: Workload, node: int, most: int) -> list[int]:
 
 def _cuts(layer: Layer, tp: int) -> bool:
     products = layer.products + (layer.experts.products if layer.experts else ())
-    for product in products:
-        cut = {"rows": product.inputs, "columns": product.outputs, "": 0}[product.cut]
-        if cut % tp:
+    for number, each in enumerate(products):
+        cut = {"rows": each.inputs, "columns": each.outputs, "": 0}[each.cut]
+        if cut % layer.degree(layer.part(number), tp):
             return False
-    kind = layer.attention
+    kind, tp = layer.attention, layer.degree(0, tp)
     if kind is None:
         return True
     return kind.heads % tp == 0 and (kind.kv_heads % tp == 0 or tp % kind.kv_heads == 0)
+
+
+def part_degrees(problem: Problem, limits: Limits) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Degrees of tp with lower ones for attention or the feed-forward. Only for blocks that have
+    both, without experts."""
+    blocks = problem.workload.blocks
+    if not limits.by_part or not limits.sequence_parallel:
+        return
+    if any(block.attention is None or block.experts for block in blocks):
+        return
+    for tp in _allowed(limits.tp, range(2, max(p.size for p in problem.cluster.pools) + 1)):
+        for attention, feed in product(divisors(tp), repeat=2):
+            if min(attention, feed) < tp:
+                yield tp, (attention, feed)
+
+
+def computes_own(choice: Choice, workload: Workload) -> bool:
+    """Return True if the ranks that share a part hold just the tokens that they compute. Otherwise
+    lower degrees of parts save nothing."""
+    for group in choice.replicas:
+        samples, tokens = choice.microbatch // group.dp_shard, workload.sequence // group.cp
+        sets = group.tp // component_degree(workload.tp_by[0], group.tp)
+        if samples % sets or samples * tokens % group.tp:
+            return False
+    return True
 
 
 def context_degrees(workload: Workload, most: int) -> list[int]:

@@ -84,11 +84,6 @@ class StragglerLimits:
     recover_after_blocks: int = 8  # as quick as the rest: well again
     standby_blocks: int = 64  # on standby before a trial
 
-    @property
-    def max_blocks(self) -> int:
-        """Blocks that are looked at."""
-        return max(sure.blocks for sure in self.rules)
-
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
@@ -170,7 +165,7 @@ class StragglerDetector:
         worker.blocks_in_pace += 1
         if len(worker.step_slowdowns) * 2 >= self.limits.block_steps:
             worker.block_slowdowns.append(median(worker.step_slowdowns))
-            while len(worker.block_slowdowns) > self.limits.max_blocks:
+            while len(worker.block_slowdowns) > max(sure.blocks for sure in self.limits.rules):
                 worker.block_slowdowns.popleft()
         worker.step_slowdowns.clear()
         found = self._next_pace(worker)

@@ -99,6 +99,19 @@ def is_staying(node: NodeRecord) -> bool:
     return node.leaving_at == inf and not node.is_banned
 
 
+def has_replacement(state: CoordinatorState, name: str) -> bool:
+    """Return True if free places on other nodes can take the workers of a node."""
+    node = state.node(name)
+    if node is None or name not in state.members:
+        return False
+    free = 0
+    for other in state.nodes:
+        if other.name != name and is_staying(other):
+            ready = other.places if other.ready_workers is None else other.ready_workers
+            free += max(0, ready - (other.used_places if other.name in state.members else 0))
+    return 0 < node.used_places <= free
+
+
 def has_unreachable_pair(state: CoordinatorState, names: frozenset[str], now: float) -> bool:
     """Return True if two of these nodes do not reach each other."""
     return any(

@@ -24,10 +24,10 @@ class StateSizes:
     last: float = 0.0  # of the last norm and the head
 
     @staticmethod
-    def of_table(table: StateTable) -> StateSizes:
-        """Count a run's own state. A tensor of several layers counts with the first of them."""
-        count = max((max(row.positions, default=-1) for row in table), default=-1)
-        blocks = [0.0] * max(0, count)
+    def of_table(table: StateTable, count: int) -> StateSizes:
+        """Count a run's own state. A tensor of several layers counts with the first of them.
+        count: of the blocks."""
+        blocks = [0.0] * count
         first = last = 0.0
         for row in table:
             position = row.positions[0] if row.positions else -1

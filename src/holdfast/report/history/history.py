@@ -7,6 +7,7 @@ else, so it can be made at any time, also while the run continues.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +35,7 @@ from holdfast.report.ledger.experts import ExpertLoad, RankLoads
 from holdfast.report.ledger.incidents import Incident, IncidentBook
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.ordering import order_records
-from holdfast.report.ledger.planned import PlanBook, PlanComparison
+from holdfast.report.ledger.planned import Morph, PlanBook, PlanComparison
 from holdfast.report.ledger.timeledger import TimeLedger
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import RunStore
@@ -168,6 +169,7 @@ class History:
     loads_with_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
     rungs: Mapping[int, int] = field(default_factory=dict)  # by generation; -1: no recovery
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
+    morphs: tuple[Morph, ...] = ()  # changes of layout, in order
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -178,6 +180,12 @@ class History:
     def changes(self) -> tuple[Incident, ...]:
         """The planned changes of nodes and workers."""
         return tuple(i for i in self.incidents if i.is_planned)
+
+    @property
+    def predictions(self) -> dict[str, int]:
+        """How many planned moves predictions led to, and how many of their alarms were false."""
+        kinds = Counter(notice.kind for notice in self.notices)
+        return {"moves": kinds["predicted_move"], "false_alarms": kinds["prediction_failed"]}
 
     @property
     def last_step(self) -> int:
@@ -461,4 +469,5 @@ class _HistoryBuilder:
             loads_with_copies=self.experts.with_copies,
             rungs=self.rungs,
             plan=self.plan.comparison(),
+            morphs=self.plan.morphs(),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from holdfast.events import (
     AttentionChosen,
+    AttentionKernel,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSkipped,
@@ -23,6 +24,7 @@ from holdfast.events import (
     SaveInterval,
     SettingIgnored,
     ShardAwaited,
+    SparesChanged,
     StepDone,
     WorkerHeld,
     WorkerLost,
@@ -68,6 +70,9 @@ class RunProgress:
     unit: str = "tokens"  # that it counts
     workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost, held
     nodes: dict[str, bool] = field(default_factory=dict)  # all that ever took part -> does it now
+    spares: set[str] = field(default_factory=set)  # nodes that wait for a place
+    losses: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Nodes that were lost and are not back -> when, in seconds since 1970, and why."""
     rung: int = -1  # of the recovery ladder that the generation took
     validation: Evaluated | None = None
     checkpoint: tuple[CheckpointCommitted, float] | None = None  # and when, in running time
@@ -80,6 +85,7 @@ class RunProgress:
     _ignored_settings: set[str] = field(default_factory=set)
     _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
+    _kernel: str = ""  # of full attention
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
     _pace: deque[tuple[float, int]] = field(
@@ -147,8 +153,12 @@ class RunProgress:
                 if record.generation >= self.generation:
                     self.workers[event.rank] = "lost"
                     self.state = "recovering"
+                if event.node:
+                    self.losses[event.node] = record.time, event.cause
                 loss = WorkerLoss(event.rank, event.cause, event.noticed_by, event.node)
                 return ProgressLine(elapsed, f"{loss.description}: {event.cause}", "bad")
+            case SparesChanged():
+                self._take_spares(set(event.nodes))
             case WorkerHeld():
                 if record.generation == self.generation and event.rank in self.workers:
                     self.workers[event.rank] = "held"
@@ -178,6 +188,11 @@ class RunProgress:
                     return None  # every generation reports it
                 text = f"documents are kept apart by {event.way}: {event.reason}"
                 return ProgressLine(elapsed, text)
+            case AttentionKernel():
+                last_kernel, self._kernel = self._kernel, event.kernel
+                if last_kernel == event.kernel:
+                    return None
+                return ProgressLine(elapsed, f"attention: {event.kernel} on {event.device}")
             case RunBranched():
                 return ProgressLine(elapsed, notice_text(event))
             case RunFinished():
@@ -192,6 +207,13 @@ class RunProgress:
                 text = "" if self._is_repeated(event) else notice_text(event)
                 return ProgressLine(elapsed, text, "bad") if text else None
         return None
+
+    def _take_spares(self, spares: set[str]) -> None:
+        gone = self.spares - spares
+        self.nodes |= {name: self.nodes.get(name, False) for name in (*gone, *sorted(spares))}
+        for name in spares:
+            self.losses.pop(name, None)
+        self.spares = spares
 
     def _is_repeated(self, event: Event) -> bool:
         """Whether another rank or an earlier generation has reported the same."""
@@ -212,6 +234,9 @@ class RunProgress:
         self.workers = dict.fromkeys(range(len(ranks)), "starting")
         before = {name for name, there in self.nodes.items() if there}
         self.nodes |= dict.fromkeys(self.nodes, False) | dict.fromkeys(ranks, True)
+        self.spares -= set(ranks)
+        for name in ranks:
+            self.losses.pop(name, None)
         self.rung = event.rung
         self.curve = [point for point in self.curve if point[0] <= event.step]
         self._pace.clear()

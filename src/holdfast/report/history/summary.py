@@ -70,6 +70,10 @@ def summary(
         out["expert_copies"] = {str(block): asdict(loads) for block, loads in copies.items()}
     if history.plan is not None:
         out["plan"] = history.plan.to_json()
+    if history.morphs:
+        out["morphs"] = [morph.to_json() for morph in history.morphs]
+    if any(history.predictions.values()):
+        out["predictions"] = history.predictions
     if history.memory:  # the newest sample of each worker of the newest generation that has one
         newest = max(sample.generation for sample in history.memory)
         by_rank = {sample.rank: sample for sample in history.memory if sample.generation == newest}

@@ -13,6 +13,8 @@ from holdfast.events import (
     NoticeReceived,
     NoticesUnheard,
     PeerFailed,
+    PredictedMove,
+    PredictionFailed,
     RunBranched,
     RunFailed,
     SaveInterval,
@@ -61,6 +63,11 @@ def notice_text(event: Event) -> str:
         leave = ", and the run is to leave" if event.leave else ""
         nodes = ", ".join(event.nodes)
         return f"notice ({event.source}): {nodes} will be taken away in {event.seconds:g} s{leave}"
+    if isinstance(event, PredictedMove):
+        return f"prediction: the workers of {event.node} move to other nodes: {event.reason}"
+    if isinstance(event, PredictionFailed):
+        cost = "one planned move" if event.moved else "early saves"
+        return f"prediction: {event.node} was not lost; the false alarm cost {cost}"
     if isinstance(event, NoticesUnheard):
         return f"notices could not be read: {event.reason}"
     if isinstance(event, EmergencyPlanned):

@@ -268,14 +268,16 @@ def _workers(progress: RunProgress, width: int) -> Text:
 
 
 def _nodes(progress: RunProgress, width: int) -> Text:
-    """Present and past members, and how the newest change was survived; of many, who is away."""
+    """Show present and past members, spares, and how the newest change was survived."""
     pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
-    is_wide = width >= sum(len(name) + 5 for name in progress.nodes) + 9
+    is_wide = width >= sum(len(name) + 5 for name in progress.nodes) + 6 * len(progress.spares) + 9
     if not is_wide:
         pieces.append((f"● {format_plural(sum(progress.nodes.values()), 'node')}   ", "green"))
     for name, there in progress.nodes.items():
         if is_wide and there:
             pieces.append((f"● {name}   ", "green"))
+        elif name in progress.spares:
+            pieces.append((f"○ {name} spare   ", "yellow"))
         elif not there:
             pieces.append((f"✗ {name}   ", "dim red"))
     if progress.rung >= 0:

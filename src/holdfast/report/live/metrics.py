@@ -136,6 +136,7 @@ class RunMetrics:
         self._ledger = TimeLedger()
         self._book = IncidentBook()
         self._highest = 0  # newest step ever done
+        self._committed = 0  # newest committed step
         self._at_risk: list[tuple[int, float]] = []  # steps since the last commit, their seconds
         about = "Always 1; its labels describe the run"
         names, words = ("run_id", *(info or {})), (info or {}).values()
@@ -174,6 +175,11 @@ class RunMetrics:
         """Take the records of older sessions, so that totals and curves continue from them."""
         for record in order_records(records):
             self.observe(record)
+
+    def newest_steps(self) -> tuple[int, int]:
+        """Return the newest step, and the newest committed one."""
+        with self._lock:
+            return self._highest, self._committed
 
     def render(self) -> bytes:
         """Prometheus text format, version 0.0.4."""
@@ -240,6 +246,7 @@ class RunMetrics:
         if isinstance(event, CheckpointCaptured) and event.rank == 0:
             self._observe("checkpoint_blocking_seconds", event.seconds)
         elif isinstance(event, CheckpointCommitted):
+            self._committed = max(self._committed, event.step)
             self._observe("checkpoint_duration_seconds", event.seconds, _DISK, "commit")
             self._observe("checkpoint_bytes", event.bytes, _DISK)
             self._set("checkpoint_last_success_timestamp_seconds", record.time)

@@ -253,6 +253,10 @@ def _records(history: History) -> list[str]:
             f"{history.plan.source}."
         )
         out.append(_card("Planned and measured", note, plan_table(history.plan)))
+    if history.morphs:
+        note = "Planned and measured after each change of layout, and the training loss around it."
+        lines = "".join(f"<li>{escape(morph.sentence())}</li>" for morph in history.morphs)
+        out.append(_card("Changes of layout", note, f"<ul>{lines}</ul>"))
     if history.breaks:
         out.append(
             _card(

@@ -23,7 +23,6 @@ _MAX_PARAM_BATCH = 100
 _MAX_PARAM_CHARS = 6000
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
-
 _SERVERS = ("databricks", "databricks-uc", "uc")  # addresses that are no URL
 _MAX_NAME_CHARS = 500  # of an experiment
 

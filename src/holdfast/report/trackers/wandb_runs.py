@@ -25,7 +25,6 @@ ROWS_PER_STEP = 4
 FILE_INTERVAL_S = 1.0  # Seconds between two writes of W&B's process to its file
 _STARTED_FILE = "started"  # Marks the folder of a session that may hold values
 
-
 _NO_PROJECT_CHARS = "/\\#?%:"
 _MAX_PROJECT_CHARS = 128
 _LASTING_ERRORS = ("UsageError", "AuthenticationError", "UnsupportedError")

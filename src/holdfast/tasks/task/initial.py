@@ -113,7 +113,7 @@ def trained_module(task: Task, lora: LoraConfig) -> nn.Module:
                 f"layer {name} is used under several names, so it cannot have an adapter",
                 remedy="leave it out of lora.targets",
             )
-    add_adapters(module, chosen, lora.rank, lora.scale, lora.dropout)
+    add_adapters(module, chosen, lora)
     return module
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -235,6 +235,8 @@ def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
+RunStage = Callable[[nn.Module, Mapping[str, Tensor], int, Tensor | None], Tensor]
+"""(model, batch, seed, what came in) -> what goes out, or the loss."""
 BufferVersions = Mapping[str, tuple[Tensor, int]]
 
 
@@ -248,21 +250,37 @@ class TaskObjective(nn.Module):
     merged: memory of the buffers that the pass changes, with a dim for a scalar. Each pass begins
         with the values before the step, and leaves its changes in `grad` here, from where they are
         summed as gradients are. The owner sets it, once there is memory.
+    stage: what runs the parts of a `PipelineTask`, of which this rank may have some alone.
     always_used: parameters that get a gradient in each pass, which may be zero. FSDP2 reduces those
         that have one, and its shards must do so alike.
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, compute: torch.dtype, always_used: Collection[str] = ()
+        self,
+        task: Task,
+        model: nn.Module,
+        compute: torch.dtype,
+        always_used: Collection[str] = (),
+        stage: RunStage | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.merged: dict[str, Tensor] = {}
-        self._task, self._compute = task, compute
+        self.is_last = True  # its forward gives a loss
+        self._task, self._compute, self._stage = task, compute, stage
         self._always_used = tuple(always_used)
 
-    def forward(self, batch: Mapping[str, Tensor], key: int) -> Tensor:
-        """batch: empty for a microbatch that is skipped. Raises TaskError."""
+    def forward(
+        self,
+        batch: Mapping[str, Tensor],
+        key: int,
+        incoming: Tensor | None = None,
+        part: object = None,
+    ) -> Tensor:
+        """batch: empty for a microbatch that is skipped. incoming: from the stage before. A stage
+        that is not the last returns what goes to the next. Raises TaskError."""
+        if not batch and self._stage is not None:
+            return self._stage(self.model, batch, key, incoming)
         if not batch:
             device = next(self.parameters()).device
             return torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
@@ -271,8 +289,13 @@ class TaskObjective(nn.Module):
             put_buffer(self.model, name, before[name][0].clone())
         seed_generators(key)
         try:
-            loss = self._task.loss(self.model, {name: self._cast(t) for name, t in batch.items()})
-            self._check(loss)
+            given = {name: self._cast(t) for name, t in batch.items()}
+            if self._stage is None:
+                loss = self._task.loss(self.model, given)
+            else:
+                loss = self._stage(self.model, given, key, incoming)
+            if self.is_last:
+                self._check(loss)
             if torch.is_grad_enabled():
                 self._keep_changes()
         finally:
@@ -280,6 +303,8 @@ class TaskObjective(nn.Module):
                 put_buffer(self.model, name, before[name][0])
         if name := changed_buffer(self.model, before):
             raise changed_buffer_error(name)
+        if not self.is_last:
+            return loss + torch.as_tensor(self._zero()).to(loss.dtype)
         return loss.to(torch.float64) + self._zero()
 
     def _zero(self) -> Tensor | float:

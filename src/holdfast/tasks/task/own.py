@@ -14,6 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.run_table import run_parameters
 from holdfast.data.prepare.dataset_match import needed_vocabulary
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.errors import PeerLostError, TaskError
@@ -56,8 +57,9 @@ from holdfast.tasks.task.module import (
     tied_names,
     usable_units,
 )
+from holdfast.tasks.task.pipeline import TaskPipelinedExecutor, TaskStage, keep_stage, stage_rows
 from holdfast.tasks.task.sharding import cut_module, refuse_wrong_table, sharding_rows
-from holdfast.tasks.task.task import Task
+from holdfast.tasks.task.task import PipelineTask, Task
 from holdfast.training.engine.evaluate import Validation
 from holdfast.training.engine.executors import Executor, SingleStageExecutor
 from holdfast.training.engine.precision import Precision
@@ -106,19 +108,24 @@ class OwnTask:
         self._frozen: dict[str, Tensor] | None = None  # what adapters are for
         self._ties: list[list[str]] = []
         self._merged: tuple[str, ...] = ()
+        self._table_names: dict[str, str] = {}  # of tied parameters, by their other names
+        self._pipelined: TaskPipelinedExecutor | None = None
 
     def objective(self, groups: ProcessGroups) -> TaskObjective:
         """The module on the meta device. Raises TaskError if it does not fit the run's table."""
         module = trained_module(self._task, self._config.lora)
         refuse_other_rows(self._config.task.parameters, module_rows(self._task, module))
         merged = tuple(merged_buffers(self._task, module))
-        axis = next((axis for axis in ("dp_shard", "tp") if groups.degree(axis) > 1), None)
+        axis = next((axis for axis in ("dp_shard", "tp", "pp") if groups.degree(axis) > 1), None)
         if merged and axis is not None:
             raise TaskError(
                 f"buffer {merged[0]} is merged, and {axis} {groups.degree(axis)} cuts what it is "
                 "computed from",
                 remedy=f"use {axis} 1",
             )
+        self._table_names = {n: first for first, *others in tied_names(module) for n in others}
+        if groups.degree("pp") > 1:
+            self._keep_stage(module, groups)
         if groups.degree("tp") > 1:
             refuse_other_rows(self._config.task.sharding, sharding_rows(self._task, module))
             cut_module(self._task, module, groups)
@@ -127,11 +134,33 @@ class OwnTask:
         self._ties, self._merged = tied_names(module), merged
         cut = groups.degree("dp_shard") > 1 and self._config.layout.zero_in_memory > 1
         always = names_outside(module, units) if cut else []
-        return TaskObjective(self._task, module, self._precision.compute, always)
+        if not isinstance(self._task, PipelineTask):
+            return TaskObjective(self._task, module, self._precision.compute, always)
+        ends = groups.is_first_stage, groups.is_last_stage
+        stage = TaskStage(self._task, *ends)
+        made = TaskObjective(self._task, module, self._precision.compute, always, stage.run)
+        made.is_last = stage.is_last
+        return made
+
+    def _keep_stage(self, module: nn.Module, groups: ProcessGroups) -> None:
+        """Leave this rank's stage of a complete module. Raises TaskError."""
+        task = self._task
+        assert isinstance(task, PipelineTask), "the rules of the run file refuse other tasks"
+        refuse_other_rows(self._config.task.positions, stage_rows(task, module)[1])
+        blocks = groups.replica.blocks(groups.coordinate.pp) or ()
+        keep_stage(task, module, blocks, groups.is_first_stage, groups.is_last_stage)
 
     def named_parameters(self, objective: nn.Module) -> dict[str, Tensor]:
-        """The parameters, then the buffers that are merged."""
-        return {**dict(_model(objective).named_parameters()), **_own(objective).merged}
+        """The parameters, then the buffers that are merged, in the order of the table. (A stage may
+        have a tied parameter under its other name alone.)"""
+        found = _model(objective).named_parameters()
+        named: dict[str, Tensor] = {
+            self._table_names.get(name, name): parameter for name, parameter in found
+        }
+        named |= _own(objective).merged
+        return {
+            row.name: named[row.name] for row in run_parameters(self._config) if row.name in named
+        }
 
     def units(self, objective: nn.Module) -> list[nn.Module]:
         model = _model(objective)
@@ -148,7 +177,9 @@ class OwnTask:
         with user_code("casts() failed"):
             kept = {n: b.dtype for n, b in self._buffers.items() if not self._task.casts(n)}
         dtypes = kept | dict.fromkeys(self._merged, self._precision.state)
-        set_buffers(model, self._buffers, device, self._precision.compute, dtypes)
+        here = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        values = {name: value for name, value in self._buffers.items() if name in here}
+        set_buffers(model, values, device, self._precision.compute, dtypes)
         _own(objective).merged = {
             name: buffer.view(table_shape(buffer))
             for name in self._merged
@@ -181,7 +212,13 @@ class OwnTask:
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
     ) -> Executor:
-        return TaskExecutor(objective, groups.recorder, lambda batch: batch.arguments)
+        self._pipelined = None
+        if groups.degree("pp") == 1:
+            return TaskExecutor(objective, groups.recorder, lambda batch: batch.arguments)
+        assert isinstance(self._task, PipelineTask)
+        where = groups, self._config.layout, dtype, device
+        self._pipelined = TaskPipelinedExecutor(self._task, objective, *where)
+        return self._pipelined
 
     def open_batches(self, dataset: str) -> BatchesOfTask:
         """The task's own data, or the prepared tokens. Raises UserError."""
@@ -241,7 +278,9 @@ class OwnTask:
         for name, value in _model(objective).named_buffers():
             if not torch.equal(value, buffers[name]):  # some kernels leave the version as it was
                 raise changed_buffer_error(name)
-        one, other, doubled = found
+        if None in found:  # the last stage has the loss
+            return
+        one, other, doubled = cast(list[float], found)
         near = _EQUAL if abs(one - other) <= _EQUAL * abs(one) else _NEAR
         if one and abs(doubled - one) <= near * abs(one):
             raise TaskError(
@@ -266,11 +305,15 @@ class OwnTask:
 
     def _loss_of(
         self, objective: nn.Module, batch: Mapping[str, Tensor], key: int, device: torch.device
-    ) -> float:
+    ) -> float | None:
+        """None: another stage has it."""
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         microbatch = TaskMicrobatch(moved, key, [], 0)
         with torch.no_grad(), user_code("loss() failed for the first microbatch"):
-            loss = float(objective(*microbatch.arguments))
+            if self._pipelined is not None:
+                loss = self._pipelined.first_loss(microbatch)
+            else:
+                loss = float(objective(*microbatch.arguments))
         for module in objective.modules():  # without a backward nothing else tells FSDP2 to
             reshard = getattr(module, "reshard", None)
             if reshard is not None:

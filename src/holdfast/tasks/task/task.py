@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -124,6 +125,43 @@ class Task(ABC):
         calling it. By default the items of the longest ModuleList."""
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=len, default=()))
+
+
+class PipelineTask(Task):
+    """A task whose module is a row of blocks, so that pipeline parallelism (`layout.pp`) can give
+    each worker some of them. docs/guide/python.md has the rules."""
+
+    @dataclass(frozen=True)
+    class Parts:
+        """The parts of a module, by names."""
+
+        blocks: str  # a ModuleList, whose items are shared out in order
+        before: Sequence[str] = ()  # modules and parameters that `before()` uses
+        after: Sequence[str] = ()  # those that `after()` uses; a tied one may be in both
+
+    @abstractmethod
+    def pipeline(self) -> Parts:
+        """Name the blocks, and what is used before and after them."""
+
+    @abstractmethod
+    def before(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What the first block gets: a floating-point tensor."""
+
+    @abstractmethod
+    def after(self, model: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        """The loss from what the last block gave, as `loss` returns it."""
+
+    def block(self, block: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        """What a block gives: a tensor of the same shape and dtype."""
+        out: Tensor = block(x)
+        return out
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The three parts one after the other. Training calls the parts."""
+        x = self.before(model, batch)
+        for block in model.get_submodule(self.pipeline().blocks).children():
+            x = self.block(block, x, batch)
+        return self.after(model, x, batch)
 
 
 def stacked_batch(items: Sequence[Any]) -> Batch:

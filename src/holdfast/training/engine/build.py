@@ -14,7 +14,7 @@ from torch import nn
 
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
-from holdfast.core.devices import device_kind
+from holdfast.core.devices import device_kind, run_device_kind
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_tree import deal
@@ -89,9 +89,9 @@ def connect_settings(
 ) -> ConnectSettings:
     """How the run file wants groups to be joined. Gradients travel as messages over gloo, and as
     collectives over a device's own backend, whose messages would go through the host's memory."""
-    exchange = config.layout.exchange
+    exchange, kind = config.layout.exchange, run_device_kind(config, device.type)
     if exchange == "auto":
-        exchange = "direct" if device_kind(device.type).between_has_tags else "gathered"
+        exchange = "direct" if kind.between_has_tags else "gathered"
     return ConnectSettings(
         store,
         device,
@@ -100,6 +100,7 @@ def connect_settings(
         recorder=SpanRecorder(device) if config.layout.trace_step else None,
         exchange=exchange,
         ep=config.layout.ep,
+        is_staged=kind.is_staged,
     )
 
 

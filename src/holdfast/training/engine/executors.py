@@ -117,8 +117,9 @@ class PipelinedExecutor(Executor):
         dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        arguments: Callable[[Any], tuple[Any, ...]] = token_arguments,
     ):
-        super().__init__()
+        super().__init__(arguments)
         pipeline = groups.replica_groups.pipeline
         assert pipeline is not None
         self._objective, self._schedule, self._dtype = objective, layout.schedule, dtype

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.run_table import run_cells
-from holdfast.events import AttentionChosen, Event, SettingIgnored
+from holdfast.events import AttentionChosen, AttentionKernel, Event, SettingIgnored
 from holdfast.layout import Topology
 from holdfast.model.decoder import Decoder
+from holdfast.parallel.torch_compat import chosen_attention
+from holdfast.training.engine.precision import Precision
 
 
 class Fallbacks:
@@ -50,6 +53,8 @@ class Fallbacks:
         if config.data.attention == "document" and isinstance(self._decoder, Decoder):
             how = self._decoder.document_attention
             self._emit(AttentionChosen(how.way, how.reason, step=step))
+        elif isinstance(self._decoder, Decoder):
+            self._say_kernel(self._decoder, step)
         if config.layout.reduction == "fast" and not one_sum(config, self._topology):
             why = (
                 "fast needs one group of ranks that sums all that a rank computes. This layout has "
@@ -60,6 +65,32 @@ class Fallbacks:
         if config.train.memory.parameters != DEVICE and whole:
             why = f"replica {whole[0]} is not cut by dp_shard: its parameters stay on the device"
             self._emit(SettingIgnored("train.memory.parameters", why, step=step))
+
+    def _say_kernel(self, decoder: Decoder, step: int) -> None:
+        """Say which kernel torch takes for this rank's attention, unless it is spread over ranks,
+        which compute it themselves."""
+        config, model, replica = self._config, self._config.model, self._topology.replicas[0]
+        if replica.degree("cp") > 1:
+            return
+        device = next(decoder.parameters()).device
+        length, tp = config.data.sequence_length, replica.degree("tp")
+        q, k = (
+            torch.empty(
+                (1, length, max(1, heads // tp), model.head_size),
+                dtype=Precision.of(config.train.precision).compute,
+                device=device,
+                requires_grad=True,
+            ).transpose(1, 2)
+            for heads in (model.heads, model.kv_heads)
+        )
+        is_masked = len(model.windowed) == model.layers
+        kernel = (
+            "matrix products"  # no fused kernel has the limit
+            if model.attention_softcap
+            else chosen_attention(q, k, scale=model.attention_scale or None, is_masked=is_masked)
+        )
+        if kernel:
+            self._emit(AttentionKernel(kernel, device.type, step=step))
 
 
 def one_sum(config: RunConfig, topology: Topology) -> bool:

@@ -6,7 +6,8 @@ The base's weights are constants of the module. Each process reads them from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,17 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.adapters import adapted_layers
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.adapters import adapted_layers, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
-from holdfast.model.decoder import Decoder
 from holdfast.model.lora import add_adapters, set_base
 from holdfast.model.peft_folder import read_adapter
+from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.process_groups import ProcessGroups
-from holdfast.training.engine.executors import Executor, SingleStageExecutor, token_arguments
+from holdfast.training.engine.executors import token_arguments
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.state import InitialBox
@@ -32,9 +34,15 @@ from holdfast.training.engine.task import DecoderTask, TaskBatchSource, open_wei
 from holdfast.training.optimizers.make_optimizer import UserParts
 
 
+def _keyed_arguments(batch: Any) -> tuple[Any, ...]:
+    """What the objective takes of a microbatch."""
+    key = batch.key if isinstance(batch, TensorMicrobatch) else None
+    return (*token_arguments(batch), key)
+
+
 class LoraObjective(NextTokenObjective):
-    """A decoder with adapters. Each pass with gradients draws its dropout from a seed of its own,
-    which belongs to the microbatch."""
+    """A decoder with adapters. In each pass with gradients each block draws its dropout from a seed
+    of its own. So the numbers depend on no stage and on no other block."""
 
     def forward(  # type: ignore[override]
         self,
@@ -42,43 +50,59 @@ class LoraObjective(NextTokenObjective):
         targets: Tensor,
         documents: Tensor | None = None,
         key: int | None = None,
+        incoming: Tensor | None = None,
+        part: StagePart | None = None,
     ) -> Tensor:
-        """As `NextTokenObjective.forward` of one stage. key: the seed; None: there is no dropout,
-        or there are no gradients."""
-        if key is not None:
-            torch.manual_seed(key)
-        return super().forward(tokens, targets, documents)
+        """As `NextTokenObjective.forward`. key: the seed of the microbatch; None: there is no
+        dropout, or there are no gradients."""
+        self.decoder.before_block = None if key is None else partial(_begin_block, key)
+        return super().forward(tokens, targets, documents, incoming, part)
+
+
+def _begin_block(key: int, position: int) -> None:
+    torch.manual_seed(key_seed(key, "block", position))
 
 
 class LoraTask(DecoderTask):
     """Adapters of the decoder, trained to predict the next token."""
 
+    objective_class = LoraObjective
+    arguments = staticmethod(_keyed_arguments)
+
     def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
         super().__init__(config, user_parts)
         self._compute = Precision.of(config.train.precision).compute
-        self._base: dict[str, Tensor] = {}
+        self._boxes: Mapping[str, Box] = {}  # what this rank has of the base
+        self._base: dict[Box, Tensor] = {}
 
-    def objective(self, groups: ProcessGroups) -> LoraObjective:
-        """The decoder whose parameters are its adapters. Raises ConfigError."""
-        config = self._config
+    def objective(self, groups: ProcessGroups) -> NextTokenObjective:
+        """The rank's part of the decoder, whose parameters are its adapters. Raises ConfigError."""
+        config, objective = self._config, super().objective(groups)
+        decoder = objective.decoder
+        blocks = decoder.layers.positions
+        refuse_bare_stage(config.model, config.lora, blocks, "lora.targets")
+        self._boxes = self.tensor_boxes(decoder, groups)
+        here = {
+            layer: self._boxes[f"{layer}.weight"].offsets[1]
+            for layer in adapted_layers(config.model, config.lora)
+            if f"{layer}.weight" in self._boxes
+        }
         with torch.device("meta"):
-            objective = LoraObjective(
-                Decoder(config.model), config.train.compile, config.data.chat.weights
-            )
-            layers, lora = adapted_layers(config.model, config.lora), config.lora
-            add_adapters(objective.decoder, layers, lora.rank, lora.scale, lora.dropout)
+            add_adapters(decoder, here, config.lora, here)
         return objective
 
     def fill_constants(self, objective: nn.Module, device: torch.device) -> None:
         """Give the module what a decoder gets, and the base's weights. Raises ModelFolderError."""
         super().fill_constants(objective, device)
-        if not self._base:
+        if self._base.keys() != set(self._boxes.values()):
             model, lora = self._config.model, self._config.lora
             folder = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
             self._base = {
-                name: folder[name].to(device, self._compute, copy=True) for name in folder
+                box: folder.box(name, box.offsets, box.lengths).to(device, self._compute, copy=True)
+                for name, box in self._boxes.items()
             }
-        set_base(cast(LoraObjective, objective).decoder, self._base)
+        values = {name: self._base[box] for name, box in self._boxes.items()}
+        set_base(cast(LoraObjective, objective).decoder, values)
 
     def initial_values(self, seed: int) -> InitialBox:
         """Those of the folder that the run continues, or new ones."""
@@ -97,19 +121,8 @@ class LoraTask(DecoderTask):
 
         return value
 
-    def executor(
-        self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
-    ) -> Executor:
-        return SingleStageExecutor(objective, groups.recorder, _keyed_arguments)
-
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> Loader:
         seed = self._config.seed if self._config.lora.dropout else None
         return Loader(cast(Batches, batches), share, seed=seed, **where)
-
-
-def _keyed_arguments(batch: Any) -> tuple[Any, ...]:
-    """What the objective takes of a microbatch."""
-    key = batch.key if isinstance(batch, TensorMicrobatch) else None
-    return (*token_arguments(batch), key)

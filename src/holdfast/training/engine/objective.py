@@ -42,14 +42,21 @@ class NextTokenObjective(nn.Module):
     The loss is inside the module so that one forward covers everything that a sharded model
     must gather. compiled: torch's compiler fuses the softmax and its gradient (not that of a
     vocabulary that is cut, whose ranks talk in the midst of it). weighted: targets may have
-    weights (`core.data.target_weights`).
+    weights (`core.data.target_weights`). chunk: `train.loss_chunk`.
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
     """
 
-    def __init__(self, decoder: Decoder, compiled: bool = False, weighted: bool = False):
+    def __init__(
+        self,
+        decoder: Decoder,
+        compiled: bool = False,
+        weighted: bool = False,
+        chunk: int | str = "auto",
+    ):
         super().__init__()
+        self._chunk = chunk
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -107,6 +114,7 @@ class NextTokenObjective(nn.Module):
             hidden.flatten(0, 1),
             decoder.head_weight,
             ids,
+            self._chunk,
             scale=scale,
             slope=self._loss_and_gradient,
             vocabulary=decoder.config.vocab_size,
@@ -119,7 +127,8 @@ class NextTokenObjective(nn.Module):
         """Run the loss and its gradient once for each length of chunk, as `forward` does for
         targets [T] and a decoder of `dtype`. The compiler then knows them."""
         model = self.decoder.config
-        rows = min(len(targets), chunk_tokens(model.vocab_size, targets.device))
+        kind = device_kind(targets.device.type)
+        rows = min(len(targets), kind.chunk_tokens(model.vocab_size, self._chunk))
         logits_dtype = _wide_dtype(dtype) if model.logit_softcap else dtype
         with torch.no_grad():
             for length in filter(None, (rows, len(targets) % rows)):
@@ -129,20 +138,11 @@ class NextTokenObjective(nn.Module):
                 self._loss_and_gradient(logits, targets[:length])
 
 
-def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Return the tokens whose logits are held at a time. They depend on the model and the device
-    kind, not on any layout, because they decide the order of additions in the head's gradient.
-    An accelerator gets a power of two: full tiles of its matrix units, and no odd last chunk."""
-    kind = device_kind(device.type)
-    fitting = max(64, kind.chunk_elements // vocabulary)
-    return fitting if kind.is_host else 1 << (fitting.bit_length() - 1)
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    chunk: int | None = None,
+    chunk: int | str = "auto",
     slope: LossAndGradient | None = None,
     *,
     vocabulary: int | None = None,
@@ -153,7 +153,7 @@ def linear_cross_entropy(
     """Sum of -log softmax(hidden weight^T)[target], in float64, over targets that are not -100.
 
     hidden: [T, D], weight: [V, D], targets: [T] int64 -> scalar. The softmax is taken in at least
-    float32. `chunk` tokens at a time; by default what `chunk_tokens` says.
+    float32. chunk: tokens at a time, as `train.loss_chunk` says.
 
     vocabulary: number of tokens V, if a complete `weight` has padding rows after them.
     part: given if the vocabulary is cut over ranks. `weight` then has this rank's rows. Each rank
@@ -170,7 +170,7 @@ def linear_cross_entropy(
         needs_gradients=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
         trains_weight=weight.requires_grad,
         rows=known if part is None else part.part.rows,
-        chunk=chunk or chunk_tokens(known, hidden.device),
+        chunk=device_kind(hidden.device.type).chunk_tokens(known, chunk),
         losses=losses,
         slope=slope,
     )

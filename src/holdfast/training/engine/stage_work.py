@@ -28,11 +28,8 @@ class GradientListener(Protocol):
     """Receiver of the gradients of a microbatch while its backward pass runs."""
 
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None: ...
-
     def give(self, parameter: Tensor, gradient: Tensor) -> None: ...
-
     def end_leaf(self) -> None: ...
-
     def check(self) -> None: ...
 
 
@@ -110,7 +107,8 @@ class ShareWork:
         assert self._listener is not None
         incoming, out = self._activations.pop((stage, microbatch))
         self._listener.start_leaf(self._leaves[microbatch], self._stages.held[stage].part)
-        torch.autograd.backward(out, self._seed(out, gradient))
+        if out.requires_grad:  # not so of a first stage that is frozen
+            torch.autograd.backward(out, self._seed(out, gradient))
         self._listener.end_leaf()
         self._listener.check()
         return None if incoming is None else incoming.grad
@@ -120,6 +118,9 @@ class ShareWork:
         incoming, out = self._activations.pop((stage, microbatch))
         parameters = self._stages.held[stage].parameters
         wanted = [*parameters] if incoming is None else [incoming, *parameters]
+        if not out.requires_grad:  # a first stage that is frozen
+            self._left[stage, microbatch] = (), self._stages.late.take()
+            return None
         found = torch.autograd.grad(out, wanted, self._seed(out, gradient), allow_unused=True)
         direct = zip(parameters, found[len(wanted) - len(parameters) :], strict=True)
         kept = [(parameter, given) for parameter, given in direct if given is not None]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,12 @@ from holdfast.parallel.axes.expert_parallel import (
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import apply_tensor_parallel, localise_parameters
 from holdfast.training.engine.evaluate import TokenValidation, Validation
-from holdfast.training.engine.executors import Executor, PipelinedExecutor, SingleStageExecutor
+from holdfast.training.engine.executors import (
+    Executor,
+    PipelinedExecutor,
+    SingleStageExecutor,
+    token_arguments,
+)
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
@@ -122,6 +127,9 @@ class EngineTask(Protocol):
 class DecoderTask:
     """The built-in decoder, trained to predict the next token of a token dataset."""
 
+    objective_class: ClassVar = NextTokenObjective
+    arguments = staticmethod(token_arguments)
+
     def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
         self._config, self.user_parts = config, user_parts or UserParts()
 
@@ -136,8 +144,11 @@ class DecoderTask:
             )
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
-            objective = NextTokenObjective(
-                Decoder(config.model), config.train.compile, config.data.chat.weights
+            objective = self.objective_class(
+                Decoder(config.model),
+                config.train.compile,
+                config.data.chat.weights,
+                config.train.loss_chunk,
             )
         decoder = objective.decoder
         blocks = replica.blocks(place.pp)
@@ -145,7 +156,7 @@ class DecoderTask:
             keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
         if groups.degree("tp") > 1:
             regions = hooks("layout", config.layout, lambda effect: effect.region)
-            localise_parameters(decoder, self._tensor_boxes(decoder, groups))
+            localise_parameters(decoder, self.tensor_boxes(decoder, groups))
             apply_tensor_parallel(
                 objective,
                 groups.axis("tp"),
@@ -214,8 +225,9 @@ class DecoderTask:
     ) -> Executor:
         config = self._config
         if groups.degree("pp") == 1:
-            return SingleStageExecutor(objective, groups.recorder)
-        return PipelinedExecutor(objective, groups, config.layout, config.model.dim, dtype, device)
+            return SingleStageExecutor(objective, groups.recorder, self.arguments)
+        stream = config.model.dim, dtype
+        return PipelinedExecutor(objective, groups, config.layout, *stream, device, self.arguments)
 
     def open_batches(self, dataset: str) -> Batches:
         config = self._config
@@ -244,7 +256,8 @@ class DecoderTask:
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Nothing is left to do."""
 
-    def _tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
+    def tensor_boxes(self, decoder: Decoder, groups: ProcessGroups) -> Mapping[str, Box]:
+        """This rank's part of each of the decoder's own parameters, without dp_shard's cut."""
         config = self._config
         degrees = config.layout.component_degrees
         table = parameter_table(config.model, config.train.precision, degrees=degrees)

@@ -58,7 +58,7 @@ def run_block(config: RunConfig, device: torch.device) -> None:
     task, dtype = DecoderTask(alone), Precision.of(config.train.precision).compute
     with torch.device("meta"):
         objective = NextTokenObjective(
-            Decoder(model), config.train.compile, config.data.chat.weights
+            Decoder(model), config.train.compile, config.data.chat.weights, config.train.loss_chunk
         )
     decoder = objective.decoder
     units = task.units(objective)

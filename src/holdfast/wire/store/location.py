@@ -183,7 +183,11 @@ def parse_location(location: str) -> BucketLocation:
         for word in _SECRET_WORDS
         for name in options.keys() - ADDRESS_OPTIONS.get(scheme, ADDRESS_OPTIONS["s3"]).used
     ):
-        raise _secret_in_location_error(where)
+        raise _wrong(
+            "a location must hold no secret",
+            where,
+            "leave credentials in the environment, or name their file with ?credentials=<path>",
+        )
     if scheme not in ADDRESS_OPTIONS:
         remedy = "use a folder, or an address that begins with s3://, gs:// or az://"
         raise _wrong(f"{scheme}:// is no kind of run store", where, remedy)
@@ -264,14 +268,6 @@ def _check_endpoint(endpoint: str, where: str) -> None:
 
 def _wrong(what: str, where: str, remedy: str) -> StoreError:
     return StoreError(what, where=where, remedy=remedy)
-
-
-def _secret_in_location_error(where: str) -> StoreError:
-    return _wrong(
-        "a location must hold no secret",
-        where,
-        "leave credentials in the environment, or name their file with ?credentials=<path>",
-    )
 
 
 def find_endpoint(location: str) -> str:

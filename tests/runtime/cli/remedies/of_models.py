@@ -163,7 +163,7 @@ CASES: list[Case] = [
     Case(
         "core/sharding/pipeline_stages.py",
         values(pp=5),
-        lambda lab: check_number_of_stages(config(), lab.settings["pp"]),
+        lambda lab: check_number_of_stages(config().layers, lab.settings["pp"]),
         r"use (\d+) or less",
         setting("pp", int),
     ),

@@ -11,7 +11,7 @@ from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal, m
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.parallel.gradients.feeder import single_cell
+from tests.support.gradient_cells import single_cell
 from tests.support.ranks import RankContext, rank_values
 
 DEALINGS: dict[int, list[tuple[int, Shares]]] = {

@@ -11,7 +11,7 @@ import torch
 from holdfast.core.device_progress import GroupProgress
 from holdfast.core.devices import DEVICES
 from holdfast.errors import DeviceStuckError, PeerLostError, UserError
-from holdfast.parallel.comm import device_group, devices, transport
+from holdfast.parallel.comm import device_group, devices
 from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.comm.device_group import DeviceGroup
 from holdfast.parallel.comm.devices import describe_device, select_device
@@ -95,8 +95,7 @@ def test_a_peer_that_never_comes_costs_the_process_that_waits(rank: RankContext)
 @ranks(2)
 def test_a_devices_tensors_travel_over_gloo_through_the_host(rank: RankContext) -> None:
     """The copies are those of a device; here both memories are the host's."""
-    transport.is_on_host = lambda tensor: False
-    peers = PeerGroup(rank.store(), "staged", rank.rank, 2)
+    peers = PeerGroup(rank.store(), "staged", rank.rank, 2, staged_type="cpu")
     mine, theirs = torch.full((3,), float(rank.rank)), torch.empty(3)
     work = peers.receive(theirs, 1 - rank.rank, 20)
     peers.send(mine, 1 - rank.rank, 20)
@@ -153,7 +152,7 @@ def test_a_worker_selects_its_device_before_the_first_tensor(
 def test_the_journal_names_device_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"nccl": "2.28.9"}
     monkeypatch.setattr(devices, "backend_version", lambda name: versions.get(name, ""))
-    assert describe_device(CPU) == "cpu, gloo"
-    assert describe_device(torch.device("cuda:1")) == "cuda:1, nccl 2.28.9"
-    assert describe_device(torch.device("xpu:0")) == "xpu:0, gloo, xccl"
+    assert describe_device(CPU, DEVICES["cpu"]) == "cpu, gloo"
+    assert describe_device(torch.device("cuda:1"), DEVICES["cuda"]) == "cuda:1, nccl 2.28.9"
+    assert describe_device(torch.device("xpu:0"), DEVICES["xpu"]) == "xpu:0, gloo, xccl"
     assert DEVICES["xpu"].between_has_tags

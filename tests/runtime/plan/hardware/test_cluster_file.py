@@ -17,6 +17,7 @@ from holdfast.plan.hardware.cluster import ACROSS_ZONES, Cluster
 from holdfast.plan.hardware.cluster_file import (
     BetweenSection,
     ClusterSections,
+    DomainLossSection,
     LinkSection,
     PoolSection,
     load_cluster,
@@ -208,7 +209,13 @@ def test_this_machine_is_a_cluster() -> None:
 def rows_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
     """The rows of the page's table."""
     for key, info in section.model_fields.items():
-        default = "required" if info.is_required() else info.get_default()
+        default = (
+            "required"
+            if info.is_required()
+            else info.get_default()
+            if info.default_factory is None
+            else ""
+        )
         words = "" if default in (None, "", ()) else str(default)
         yield f"| `{prefix}{key}` | {words} | {info.description} |"
 
@@ -220,6 +227,7 @@ def test_the_page_has_every_key() -> None:
         (PoolSection, "pools.NAME."),
         (LinkSection, "LINK."),
         (BetweenSection, "between."),
+        (DomainLossSection, "domain_losses_per_day."),
     ):
         inherited = LinkSection.model_fields if section is BetweenSection else {}
         for row in rows_of(section, prefix):

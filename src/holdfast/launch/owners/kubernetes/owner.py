@@ -50,7 +50,10 @@ class KubernetesOwner:
 
     def check(self, request: LaunchRequest) -> None:
         make_objects(request)
-        _refuse_unknown_queue(request, _kubectl(request.config.launch.kubernetes))
+        kubectl = _kubectl(request.config.launch.kubernetes)
+        resource = KINDS[request.config.launch.kubernetes.kind].resource
+        kubectl.run("get", resource, job_name(request), "--ignore-not-found", "-o", "name")
+        _refuse_unknown_queue(request, kubectl)
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         """Make the objects of a run, in place of those of an earlier job that has ended."""

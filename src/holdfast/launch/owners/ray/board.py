@@ -57,17 +57,17 @@ class RayBoard:
 
     def read_status(self) -> JobStatus | None:
         found = self._get("status")
-        return None if found is None else JobStatus.from_json(found)
+        return None if found is None else JobStatus.from_json(json.loads(found))
 
     def write_status(self, status: JobStatus) -> None:
-        self._put("status", status.to_json())
+        self._put("status", json.dumps(status.to_json()))
 
     def read_reports(self) -> dict[str, NodeReport]:
         found = ((node, self._get(f"node/{node}")) for node in self._nodes())
-        return {n: NodeReport.from_json(text) for n, text in found if text is not None}
+        return {n: NodeReport.from_json(json.loads(text)) for n, text in found if text is not None}
 
     def write_report(self, node: str, report: NodeReport) -> None:
-        self._put(f"node/{node}", report.to_json())
+        self._put(f"node/{node}", json.dumps(report.to_json()))
 
     def forget_report(self, node: str) -> None:
         self._delete(f"node/{node}")

@@ -80,7 +80,7 @@ def carry_out(order: RayOrder) -> RayAnswer:
     known = board.read_spec()
     if order.verb == "status" or known is None:
         status = board.read_status() or JobStatus()
-        return RayAnswer(status=status.to_json() if known is not None else "")
+        return RayAnswer(status=json.dumps(status.to_json()) if known is not None else "")
     if order.verb == "resize":
         wanted = RaySpec.from_json(order.spec)
         # The supervisor starts nodes again whose machine was given back.

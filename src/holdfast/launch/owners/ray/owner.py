@@ -53,7 +53,7 @@ class RayOwner:
 
     def status(self, job: OwnedJob) -> list[NodeStatus]:
         answer = _ask(RayOrder("status", job.details["address"], job.job))
-        return list(JobStatus.from_json(answer.status).nodes) if answer.status else []
+        return list(JobStatus.from_json(json.loads(answer.status)).nodes) if answer.status else []
 
     def logs(self, job: OwnedJob, node: str) -> Iterator[str]:
         folder = job.details["logs"]

@@ -8,12 +8,11 @@ rest: it makes groups, replaces those whose machine drains, and gives them back 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
+from holdfast.core.json_parsing import JsonMessage
 from holdfast.launch.owners.owner import LaunchRequest, NodeState, NodeStatus
 
 NAMESPACE = "holdfast"
@@ -24,7 +23,7 @@ Group = tuple[str, ...]  # names of the nodes that start together
 
 
 @dataclass(frozen=True)
-class RaySpec:
+class RaySpec(JsonMessage):
     """What a run wants of Ray; the commands change it, and supervisor and nodes read it.
 
     groups: the nodes of the run. bundle: what each takes of Ray. arguments: of `holdfast`.
@@ -47,16 +46,6 @@ class RaySpec:
 
     def command(self, node: str) -> list[str]:
         return [word.replace(NODE_MARK, node) for word in self.arguments]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> RaySpec:
-        groups = tuple(tuple(group) for group in value["groups"])
-        arguments = tuple(value["arguments"])
-        ours = {each.name: value[each.name] for each in fields(RaySpec)}
-        return RaySpec(**{**ours, "groups": groups, "arguments": arguments})
 
 
 def make_groups(request: LaunchRequest) -> tuple[Group, ...]:
@@ -87,7 +76,7 @@ def kept_groups(before: Sequence[Group], wanted: Sequence[Group]) -> tuple[Group
 
 
 @dataclass(frozen=True)
-class NodeReport:
+class NodeReport(JsonMessage):
     """What a node's actor has said last. machine: Ray's id of its machine. group: of its placement
     group. code: exit code of the agent, once it has ended. detail: why it could not be started."""
 
@@ -97,13 +86,6 @@ class NodeReport:
     process: int
     code: int | None = None
     detail: str = ""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: bytes | str) -> NodeReport:
-        return NodeReport(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -225,19 +207,8 @@ def in_order(node: str) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class JobStatus:
+class JobStatus(JsonMessage):
     """What the supervisor has stored for `holdfast status`."""
 
     nodes: tuple[NodeStatus, ...] = field(default=())
     is_over: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps({"nodes": [asdict(n) for n in self.nodes], "is_over": self.is_over})
-
-    @staticmethod
-    def from_json(text: bytes | str) -> JobStatus:
-        value = json.loads(text)
-        nodes = tuple(
-            NodeStatus(n["node"], NodeState(n["state"]), n["detail"]) for n in value["nodes"]
-        )
-        return JobStatus(nodes, bool(value["is_over"]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.config.sections.launch import SlurmConfig
 from holdfast.errors import ConfigError, RunFolderError, UserError, use_one_of
@@ -32,16 +34,17 @@ class JobLine:
         return int(self.job.partition("_")[0])
 
 
-def run_slurm(*command: str, given: str = "") -> str:
+def run_slurm(*command: str, given: str = "", environ: Mapping[str, str] | None = None) -> str:
     """Return what a command of Slurm prints. Raises UserError if it is missing or fails.
 
-    given: its standard input.
+    given: its standard input. environ: its environment, if it is not that of this process.
     """
     try:
         done = subprocess.run(
             command,
             input=given.encode(),
             capture_output=True,
+            env=environ,
             timeout=COMMAND_TIMEOUT_S,
             check=False,
         )
@@ -96,12 +99,28 @@ _KEYS = (
 """A word of a refusal -> the key of `launch.slurm` that it is about."""
 
 
+_VARIABLES = {"time": ("TIMELIMIT",), "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")}
+"""Options whose variables of sbatch have other names -> those names, without SBATCH_."""
+_OWN_VARIABLES = frozenset({"ARRAY_INX", "NO_KILL", "NO_REQUEUE", "REQUEUE", "WAIT"})
+
+
+def without_overriding(environ: Mapping[str, str], script: str) -> dict[str, str]:
+    """Return the environment without the variables that sbatch would put before an option of the
+    script, or an option that Holdfast gives."""
+    options = re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE)
+    taken = [_VARIABLES.get(each, (each.upper().replace("-", "_"),)) for each in options]
+    names = {f"SBATCH_{name}" for each in (*taken, _OWN_VARIABLES) for name in each}
+    return {name: value for name, value in environ.items() if name not in names}
+
+
 def submit_job(command: Sequence[str], slurm: SlurmConfig, script: str = "") -> str:
     """Return the number of the job, or of the array. Raises ConfigError if Slurm refuses it.
 
     script: of a job that Slurm only looks at (`sbatch --test-only`)."""
     try:
-        return run_slurm(*command, given=script).strip().partition(";")[0]
+        text = script or Path(command[-1]).read_text("utf-8")
+        environ = without_overriding(os.environ, text)
+        return run_slurm(*command, given=script, environ=environ).strip().partition(";")[0]
     except RefusedError as error:
         said = error.message.lower()
         key = next((key for word, key in _KEYS if word in said), "")

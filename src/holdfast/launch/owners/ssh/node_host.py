@@ -13,12 +13,12 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonMessage, parse_json
 from holdfast.errors import RunFolderError, UserError
 from holdfast.launch.owners.node_process import NodeProcess
 from holdfast.wire.child_command import module_command
@@ -29,7 +29,7 @@ REPLY_MARK = "holdfast-reply: "
 
 
 @dataclass(frozen=True)
-class HostRequest:
+class HostRequest(JsonMessage):
     """do: start, status, leave or logs. folder: of logs and secrets; it starts at the home.
 
     process: the node's, as PID@START; of all but start. arguments: of `holdfast`, to start with.
@@ -46,15 +46,6 @@ class HostRequest:
     run_id: str = ""
     secret: str = field(default="", repr=False)
     version: str = field(default_factory=lambda: version("holdfast"))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> HostRequest:
-        value: dict[str, Any] = parse_json(text)
-        arguments = tuple(str(each) for each in value.pop("arguments"))
-        return HostRequest(arguments=arguments, **{k: str(v) for k, v in value.items()})
 
 
 def answer(request: HostRequest) -> dict[str, Any]:
@@ -110,7 +101,7 @@ def _run_id(folder: Path) -> str | None:
 
 def main() -> int:
     """Answer the request on stdin. Exit code 0 also for an error that the reply has."""
-    request = HostRequest.from_json(sys.stdin.read())
+    request = HostRequest.from_json(parse_json(sys.stdin.read()))
     try:
         reply = answer(request)
     except UserError as error:

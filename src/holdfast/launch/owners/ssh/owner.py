@@ -6,6 +6,7 @@ One ssh for each host starts an agent that does not end with the connection (`no
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 import subprocess
@@ -219,9 +220,10 @@ class SshHost:
 
     def ask(self, request: HostRequest) -> dict[str, Any]:
         """Return the host's reply. Raises UserError, which names the host."""
+        said = json.dumps(request.to_json())
         try:
             done = subprocess.run(
-                self.command(), input=request.to_json(), capture_output=True, text=True, check=False
+                self.command(), input=said, capture_output=True, text=True, check=False
             )
         except FileNotFoundError:
             raise ConfigError(

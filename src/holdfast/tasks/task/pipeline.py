@@ -1,0 +1,186 @@
+"""A user's task in stages: where its parameters are used, and what a stage keeps and runs.
+
+A stage gets one tensor from the stage before it. All its ranks read the batch, so a block may look
+at it, too. Each part draws its random numbers from a seed of its own. So they depend on no stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.sections.layout import LayoutConfig
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.run_table import positions_text
+from holdfast.errors import TaskError
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.tasks.task.loading import user_code
+from holdfast.tasks.task.module import evaluation_mode, meta_module, seed_generators
+from holdfast.tasks.task.task import Batch, PipelineTask, Task
+from holdfast.training.engine.executors import PipelinedExecutor
+
+
+@dataclass(frozen=True)
+class TaskStage:
+    """What a rank runs of a task."""
+
+    task: PipelineTask
+    is_first: bool = True
+    is_last: bool = True
+
+    def run(self, model: nn.Module, batch: Batch, key: int, incoming: Tensor | None) -> Tensor:
+        """Return what goes to the next stage, or the loss. incoming: what came from the stage
+        before. Raises TaskError."""
+        if not batch:  # of a microbatch that is skipped; its gradient is zero
+            like = next(model.parameters())
+            zero = torch.zeros(1, dtype=like.dtype, device=like.device, requires_grad=True)
+            x = zero if incoming is None else incoming
+            return x.sum().to(torch.float64) * 0.0 if self.is_last else x * 0.0
+        if incoming is None:
+            seed_generators(key_seed(key, "before"))
+            x = checked_tensor(self.task.before(model, batch))
+        else:
+            x = incoming
+        for position, block in _blocks(self.task, model):
+            seed_generators(key_seed(key, "block", position))
+            out = self.task.block(block, x, batch)
+            if not isinstance(out, Tensor) or (out.shape, out.dtype) != (x.shape, x.dtype):
+                found = f"{list(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out)
+                raise TaskError(
+                    f"block() gave {found} for block {position}, and got {list(x.shape)} {x.dtype}",
+                    remedy="let each block return a tensor as it gets one",
+                )
+            x = out
+        if not self.is_last:
+            return x
+        seed_generators(key_seed(key, "after"))
+        return self.task.after(model, x, batch)
+
+
+def checked_tensor(x: Any) -> Tensor:
+    """What `before()` returned. Raises TaskError."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TaskError("before() returned no floating-point tensor", remedy="return one")
+    return x
+
+
+def _container(task: PipelineTask, model: nn.Module) -> nn.ModuleList:
+    name = task.pipeline().blocks
+    found = dict(model.named_modules()).get(name)
+    if not isinstance(found, nn.ModuleList):
+        lists = [n for n, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+        there = f"name one of {', '.join(lists)}" if lists else "put the blocks into a ModuleList"
+        raise TaskError(
+            f"pipeline() names {name!r} as the blocks, and that is no ModuleList of the module",
+            remedy=there,
+        )
+    return found
+
+
+def _blocks(task: PipelineTask, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """The blocks that are here, with their positions."""
+    for name, block in _container(task, model).named_children():
+        yield int(name), block
+
+
+def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
+    """The number of blocks, and the rows of `task.positions`, of a complete module. Raises
+    TaskError for parts that do not fit the module."""
+    if not isinstance(task, PipelineTask):
+        return 0, ()
+    named, count = task.pipeline(), len(_container(task, module))
+    ends = {-1: named.before, count: named.after}
+    names = [name for name, _ in module.named_modules()]
+    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for entry in (*named.before, *named.after):
+        if entry not in names:
+            raise TaskError(
+                f"pipeline() names {entry}, and the module has no such part",
+                remedy="name modules or parameters as model().named_modules() gives them",
+            )
+    found: dict[int, tuple[str, set[int]]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        positions = {at for at, entries in ends.items() if _is_in(name, entries)}
+        if _is_in(name, (named.blocks,)):
+            positions.add(int(name.removeprefix(f"{named.blocks}.").split(".")[0]))
+        if not positions:
+            raise TaskError(
+                f"parameter {name} is in no part of pipeline()",
+                remedy="name its module in `before` or `after`",
+            )
+        found.setdefault(id(parameter), (name, set()))[1].update(positions)
+    return count, tuple(positions_text(name, sorted(at)) for name, at in found.values())
+
+
+def _is_in(name: str, entries: Sequence[str]) -> bool:
+    return any(name == entry or name.startswith(f"{entry}.") for entry in entries)
+
+
+def keep_stage(
+    task: PipelineTask, module: nn.Module, blocks: Collection[int], first: bool, last: bool
+) -> None:
+    """Drop in place what other ranks' stages hold. blocks: positions of those that stay."""
+    container, named = _container(task, module), task.pipeline()
+    for name in list(container._modules):
+        if int(name) not in blocks:
+            del container._modules[name]
+    kept = {*(named.before if first else ()), *(named.after if last else ())}
+    for entry in {*named.before, *named.after} - kept:
+        path, _, key = entry.rpartition(".")
+        owner = module.get_submodule(path)
+        held: dict[str, Any] = owner._parameters if key in owner._parameters else owner._modules
+        held[key] = None
+
+
+class TaskPipelinedExecutor(PipelinedExecutor):
+    """Runs one stage of a task. The shape of what passes between stages is that of `before()`."""
+
+    def __init__(
+        self,
+        task: PipelineTask,
+        objective: nn.Module,
+        groups: ProcessGroups,
+        layout: LayoutConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._task, self._module = task, meta_module(task).to(dtype)
+        self._shapes: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
+        arguments = attrgetter("arguments")
+        super().__init__(objective, groups, layout, 0, dtype, device, arguments)
+
+    def boundary(self, batch: Any) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what passes between two stages. Raises TaskError."""
+        tensors: Mapping[str, Tensor] = batch.tensors
+        if not tensors:
+            return (1,), self._dtype
+        known = tuple((name, t.shape, t.dtype) for name, t in tensors.items())
+        if known not in self._shapes:
+            there = {
+                name: t.to("meta", self._dtype if t.is_floating_point() else t.dtype)
+                for name, t in tensors.items()
+            }
+            what = "before() failed on the meta device, where no tensor has values"
+            with user_code(what), torch.device("meta"), torch.no_grad():
+                x = checked_tensor(self._task.before(self._module, there))
+            self._shapes[known] = tuple(x.shape), x.dtype
+        return self._shapes[known]
+
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        """As `TaskExecutor.evaluate`, of a last stage."""
+        with evaluation_mode(self._objective):
+            losses = super().evaluate(batches, on_progress)
+        return [
+            loss if batch.counts else torch.zeros_like(loss)
+            for loss, batch in zip(losses, batches, strict=bool(losses))
+        ]
+
+    def first_loss(self, batch: Any) -> float | None:
+        """The loss of a batch in training mode; None if this is not the last stage."""
+        losses = super().evaluate([batch], lambda: None)
+        return float(losses[0]) if losses else None

@@ -1,0 +1,87 @@
+"""A user's task in a pipeline: what its stages compute is what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.loading.load import resolve_config
+from holdfast.errors import ConfigError, TaskError
+from holdfast.plan.placing.balance import planned_stages
+from holdfast.tasks.task.module import meta_module
+from holdfast.tasks.task.pipeline import stage_rows
+from tests.support.layouts import assert_all_state, case, load_complete
+from tests.support.marks import in_campaign
+from tests.support.own_tasks import task_config, train_task
+from tests.support.ranks import rank_values
+from tests.support.sample_tasks import Stack
+
+
+def _run(layout: str, to: Path, **given: Any) -> list[float]:
+    """The losses of a run, in float64; the state's pieces are in files."""
+    arguments = {"name": "Stack", "layout": layout, "to": f"{to}/{layout}", **given}
+    found = rank_values(train_task, case(layout).world_size, arguments | {"precision": "float64"})
+    assert len({tuple(curve[:-1]) for curve in found}) == 1
+    return [float.fromhex(loss) for loss in found[0][:-1]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "given"),
+    [
+        ("pp2", {}),
+        in_campaign("pp4", {}),
+        in_campaign("gpipe.pp2", {}),
+        in_campaign("dp2-pp2", {}),
+        in_campaign("pp2+one", {}),
+        in_campaign("pp2", {"recompute": "full"}),
+        in_campaign("pp2-shard2", {"args": {"dropout": 0.0}}),
+        in_campaign("zero1.2-pp2", {"args": {"dropout": 0.0}}),
+    ],
+)
+def test_a_layout_agrees_with_one_process(
+    layout: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    """With dropout in the blocks and before them, and a tied output matrix."""
+    losses = _run("one", tmp_path, **given)
+    assert _run(layout, tmp_path, **given) == pytest.approx(losses, rel=1e-10)
+    whole = load_complete(tmp_path / "one-0.npz")
+    assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
+
+
+def test_stages_follow_the_blocks() -> None:
+    config = task_config("Stack", {"layers": 6})
+    assert config.task.blocks == 6
+    assert "embed.weight -1 6" in config.task.positions
+    assert "encoder.blocks.5.norm2.bias 5" in config.task.positions
+    assert planned_stages(config, (2, 1, 1, 1)) == (3, 3)
+
+
+def test_a_part_that_is_not_named_is_refused() -> None:
+    task = Stack(forgets="norm")
+    with pytest.raises(TaskError, match=r"norm\.weight is in no part .* name its module in"):
+        stage_rows(task, meta_module(task))
+
+
+def test_pipelines_that_a_task_does_not_have() -> None:
+    text = "task: {name: my_task:Net, parameters: [w 6x4, v 4], "
+    stages = "blocks: 2, positions: [w 0, v 1]}\n"
+    for task, layout, words in (
+        (
+            "}\n",
+            "pp: 2",
+            "pp 2 shares out blocks, .* names none; use pp 1, .* write a PipelineTask",
+        ),
+        (stages, "pp: 3", "layout.pp 3 is more than task.blocks 2; use 2 or less"),
+        (stages, "pp: 2, schedule: zbv", "zbv is for the built-in decoder.* use .*schedule 1f1b"),
+        (
+            f"sharding: [w 0 6], {stages}",
+            "pp: 2, tp: 2",
+            "pp 2 of a task does not work with layout.tp 2; use pp 1",
+        ),
+        (stages, "pp: 2, stages: [2, 1]", "holds 3 blocks, but task.blocks is 2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resolve_config(f"{text}{task}layout: {{{layout}}}\n", "run.yaml")
+    resolve_config(f"{text}{stages}layout: {{pp: 2}}\n", "run.yaml")
