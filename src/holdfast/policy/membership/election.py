@@ -239,7 +239,7 @@ def lacked_majority(
 
 
 def _minority_wait_s(state: AgentState, timeouts: ElectionTimeouts) -> float:
-    return timeouts.minority_wait_s * 2 ** min(state.minority_candidacies, MAX_BACKOFF_DOUBLINGS)
+    return timeouts.minority_wait_s * 2.0 ** min(state.minority_candidacies, MAX_BACKOFF_DOUBLINGS)
 
 
 def _missing_and_alive(
