@@ -440,6 +440,15 @@ class SparesChanged(Event, kind="spares_changed"):
     nodes: list[str]  # that have joined and have no place in the generation
 
 
+class MajorityLacked(Event, kind="majority_lacked"):
+    """A node misses the coordinator, and it reaches no majority of the last generation's nodes."""
+
+    node: str
+    reached: list[str]  # nodes that miss the coordinator too, this one included
+    nodes: list[str]  # of the last generation; []: the node has a coordinator again
+    seconds: float  # until it continues without the others
+
+
 class StepPredicted(Event, kind="step_predicted"):
     """A generation's plan, written when the generation starts."""
 

@@ -183,8 +183,9 @@ class _SaveScheduler:
         if not steps:
             return "a rank has no memory for a snapshot yet; the next step that finds some is saved"
         return (
-            f"the disk is still busy with step {steps}. The next step that finds room is saved; "
-            "a faster disk or a larger checkpoint.every_steps helps"
+            f"the save of step {steps} has not ended: the disk is busy, or another node does not "
+            "answer. The next step that finds room is saved; a faster disk or a larger "
+            "checkpoint.every_steps helps, and holdfast doctor RUN names a silent node"
         )
 
 
