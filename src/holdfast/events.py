@@ -200,7 +200,7 @@ class RunFailed(Event, kind="run_failed"):
 
 
 # --- training -------------------------------------------------------------------------------
-class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at"}):
+class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at", "exchanges"}):
     """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
 
     loss: float  # nats per token, mean over the global batch
@@ -211,6 +211,8 @@ class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at"}):
     samples: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
     skipped_at: float = 0.0  # fp16: the loss scale of gradients that overflowed; 0: not skipped
+    exchanges: dict[str, list[float]] = field(default_factory=dict)
+    """Kind of exchange -> [seconds under way, seconds for which the passes waited]; CPUs only."""
 
     @property
     def unit(self) -> str:
