@@ -35,8 +35,10 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
     workers = (config.cluster.places or 1) if config.cluster.node else config.layout.workers
     if workers > len(found) and kind.ranks_per_device:
         raise ConfigError(
-            f"{key} is {workers}, but this machine has {len(found)} accelerators",
-            where=loaded.where(key),
+            f"{key} is {workers}, but this machine has {len(found)} accelerators"
+            if found
+            else f"device is {config.device}, but this machine has none",
+            where=loaded.where(key if found else "device"),
             remedy=f"use {len(found)}, or device=cpu" if found else "use device=cpu",
         )
     if machine.torch_computes_on == "CPU" and kind.name in _BUILDS:
