@@ -65,7 +65,7 @@ class CellTeam:
         size = len(self.members)
         return tuple((self.own_index + i) % size for i in range(1, size))
 
-    def span(self, name: str) -> AbstractContextManager[None]:
+    def span(self, name: str) -> ExitStack:
         """Note when something of the reduction happens, where that is asked for."""
         marked = ExitStack()
         if self.recorder is not None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -159,7 +159,7 @@ class PipelineInterpreter:
         self._plans.append(plan)
         return plan
 
-    def span(self, track: str, name: str) -> AbstractContextManager[None]:
+    def span(self, track: str, name: str) -> ExitStack:
         """A span of the recorder, if there is one. A wait is counted as exposed."""
         marked = ExitStack()
         if self.recorder is not None:
