@@ -159,6 +159,7 @@ def test_runs_that_are_complete_are_kept_and_nothing_is_left_running(
         text=True,
     )
     assert process.stderr is not None
+    assert process.stderr.readline().startswith("3 runs of real processes: 3.0 s")
     assert re.match(r"own-\w{8}-k1200-F8-", process.stderr.readline())
     while len(nodes := psutil.Process(process.pid).children(recursive=True)) < 4:
         assert process.poll() is None
@@ -174,7 +175,9 @@ def test_runs_that_are_complete_are_kept_and_nothing_is_left_running(
     assert not list(Path("score/work").glob("*"))
     assert main([*given, "2"]) == 0
     told = capsys.readouterr().err
-    assert re.match(r"1 of 2 runs are kept from before, in score/runs\nown-\w{8}-k1200-F8-", told)
+    assert re.match(
+        r"1 of 2 runs are kept from before, in score/runs\n1 run of .*\nown-\w{8}-k1200-F8-", told
+    )
 
 
 def _has_ended(process: psutil.Process) -> bool:

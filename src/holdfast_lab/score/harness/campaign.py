@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from holdfast.report.formatting import format_duration
+from holdfast.report.formatting import format_duration, format_plural
 from holdfast_lab.score.harness.harness import RunFailedError, RunOptions, run_scenario
 from holdfast_lab.score.harness.trainer import Trainer, trainer_named
 from holdfast_lab.score.record import (
@@ -66,7 +66,7 @@ class RealCampaign:
         left_s = sum(run.seconds for run, on in runs if not self._file(run, on).exists())
         if left_s:
             self.say(
-                f"{len(runs) - kept} runs of real processes take "
+                f"{format_plural(len(runs) - kept, 'run')} of real processes: "
                 f"{format_duration(left_s / self.options.k)}, and their starts and stops"
             )
         found: dict[tuple[str, int], RunRecord] = {}
