@@ -448,7 +448,7 @@ class MajorityLacked(Event, kind="majority_lacked"):
     node: str
     reached: list[str]  # nodes that miss the coordinator too, this one included
     nodes: list[str]  # of the last generation; []: the node has a coordinator again
-    seconds: float  # until it continues without the others
+    seconds: float  # until it continues without the rest
 
 
 class StepPredicted(Event, kind="step_predicted"):

@@ -262,7 +262,7 @@ def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> 
 def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
     run_file: Path, tmp_path: Path, names: str, late: bool
 ) -> None:
-    """Two nodes train, the rest are spares. late: spares are told when the last generation is made,
+    """Two nodes train, the rest are spares. late: spares hear it when the last generation is made,
     as where 'holdfast down' tells one machine after the other."""
     settings = (*ENDLESS, "cluster.min_nodes=2", "layout.workers=2")
     with nodes_of(run_file, tmp_path / "run", *settings) as nodes:

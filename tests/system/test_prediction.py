@@ -1,5 +1,5 @@
-"""`cluster.prediction` on real processes: an alarm leads to a copy of this node's part alone, or,
-if a spare can take its workers, to a planned move.
+"""`cluster.prediction` on real processes. An alarm leads to a copy of this node's part alone. If a
+spare can take its workers, it leads to a planned move.
 
 Nothing else is saved durably or sent to a peer. A false alarm changes nothing else; after a true
 one the rest continues from its own memory and the copy.

@@ -1,11 +1,11 @@
-"""The estimate of memory against an account of real steps on a CPU: documents, adapters, fp16,
-compiled blocks, windows, in drawn runs of up to two ranks.
+"""The estimate of memory against an account of real steps on a CPU, in drawn runs of up to two
+ranks. They have documents, adapters, fp16, compiled blocks and windows.
 
     python -m benchmarks.runtime.plan_fidelity.drawn_estimates [--runs 60] [--first 0]
 
 A run that is not compiled is accounted tensor by tensor (`training/memory/tensor_account.py`).
-Compiled code makes its memory itself. So a compiled run is accounted by what torch's profiler says
-of the CPU's allocator in one step, on top of the tensors that exist before it. What an operation of
+Compiled code makes its memory itself. So its account is what torch's profiler says of the CPU's
+allocator in one step. The tensors that exist before the step are added. What an operation of
 aten makes and frees inside of itself is left out, as in the other account. The profiler does not
 see the threads that exchange messages, so a compiled run has one rank. Blocks are compiled by
 inductor, which needs a C++ compiler on a CPU.

@@ -1,7 +1,7 @@
 """Continues an agent that was stopped (SIGSTOP), from its mover.
 
-A stopped agent answers nothing: its node is lost to the others, and a run of one node replaces no
-worker. Whoever stops a run on purpose stops more than the agent, or has a terminal:
+A stopped agent answers nothing: its node is lost to the run, and a run of one node replaces no
+worker. A user who stops a run on purpose stops more than the agent, or has a terminal:
 
 - Ctrl-Z reaches an agent with a terminal, and not its children. Such an agent is left alone.
 - A scheduler that suspends a job, or a stopped container, stops the mover too.
@@ -48,8 +48,8 @@ def _watch(agent: int) -> None:
 
 
 def _is_stopped(agent: int) -> bool | None:
-    """Return True if the process is stopped and has no terminal; None if it is our parent no more,
-    or the system has no such file."""
+    """Return True if the process is stopped and has no terminal. None: it is our parent no more, or
+    the system has no such file."""
     try:
         line = Path(f"/proc/{agent}/stat").read_text("ascii", "replace")
     except OSError:

@@ -47,7 +47,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run is. nodes: that take part or wait as spares."""
+    """A run and its place. nodes: that take part or wait as spares."""
 
     step: int
     steps: int

@@ -253,7 +253,7 @@ def test_a_layer_of_phi_3_that_is_several_of_ours_gets_one_adapter(
     tmp_path: Path, targets: list[str]
 ) -> None:
     """PEFT adds alpha / r * B A to the layer, with the rank and alpha of its patterns. That is what
-    a merged export adds. A layer of which one part is a target has zeros for the others."""
+    a merged export adds. A layer of which one part is a target has zeros for the rest."""
     shape = {"family": "phi3", "rope_theta": 1e4, "vocab_size": 40, "kv_heads": 2, "ffn_dim": 24}
     model = ModelConfig.model_validate(
         {"preset": None, "layers": 2, "dim": 16, "heads": 4, **shape}

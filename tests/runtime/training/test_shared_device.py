@@ -1,6 +1,6 @@
 """Several workers on a device: all exchanges go over gloo through the host's memory.
 
-On a CPU every tensor is copied out and back as on a device, so a copy that is missing, or too late,
+On a CPU every tensor is copied out and back as on a device. So a copy that is missing, or too late,
 changes the bits.
 """
 

@@ -62,9 +62,9 @@ class ClusterConfig(Section):
     """Kubernetes: further taints that end a node, as KEY or KEY=SECONDS, separated by commas; a KEY
     may end with *"""
     prediction: str = ""
-    """path of what `holdfast predict fit` wrote: while this node is likely to be lost, its workers
-    move to free places of other nodes, or its part of each snapshot goes to peers; empty: no
-    prediction"""
+    """path of what `holdfast predict fit` wrote; empty: no prediction. While a node is likely to be
+    lost, its workers move to free places of other nodes. If there are none, its part of each
+    snapshot goes to peers"""
     left_exit_code: int = Field(0, ge=0, le=255)
     """exit code of a node that is asked to leave before the last step. Some owners of machines
     replace a node only if its code is not 0"""
@@ -85,8 +85,8 @@ class ClusterConfig(Section):
     """workers that share one device and its memory, alike on all nodes; more than 1: they exchange
     data over gloo, through locked host memory (docs/guide/accelerators.md)"""
     backend: Literal["auto", "nccl", "xccl", "gloo"] = "auto"
-    """library of exchanges between workers, alike on all nodes; auto: the device's own, or gloo
-    with several workers on a device; gloo: through the host's memory. nccl is RCCL on AMD"""
+    """library of exchanges between workers, alike on all nodes. auto: the device's own, or gloo
+    with several workers on a device. gloo: through the host's memory. nccl is RCCL on AMD"""
     min_nodes: int = Field(1, ge=1, description="with fewer nodes training stops")
     below_minimum: Literal["wait", "leave"] = "wait"
     """what to do with fewer than min_nodes: wait for more nodes, or save and leave (exit code 3)"""

@@ -14,7 +14,7 @@ from holdfast.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
 LEGACY_FILE = "chat_template.json"
-"""Where processors of transformers kept the template before release 4.48: its only key has it."""
+"""Processors of transformers kept the template here before release 4.48: its only key has it."""
 NAME_THE_TEMPLATE = (
     "set data.chat.template to alpaca (chatml and llama3 need their own tokens), or "
     "name a file of your own"

@@ -32,7 +32,7 @@ and back, and their numbers. control: votes and other small exchanges."""
 class TrafficCounter:
     """A counter that any thread of a rank may add to.
 
-    recorder: is told each exchange, on a track with the name of its kind.
+    recorder: notes each exchange, on a track with the name of its kind.
     """
 
     def __init__(self, recorder: SpanRecorder | None = None) -> None:

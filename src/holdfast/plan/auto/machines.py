@@ -77,7 +77,7 @@ def here(
 
 
 def _shared(machines: Machines, workers: int) -> Machines:
-    """The machines with so many workers on each device: each of them counts as a device with its
+    """The machines with so many workers on each device. Each of them counts as a device with its
     part of the memory and of the speed. They exchange data through the host's memory."""
     if workers == 1:
         return machines

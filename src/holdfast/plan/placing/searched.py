@@ -206,7 +206,7 @@ class SearchedPlanner:
         meshes: Sequence[MeshShape],
         is_all_used: bool,
     ) -> Iterator[RunConfig]:
-        """The run file with replicas of each mesh, and others on the rest of the workers.
+        """The run file with replicas of each mesh, and smaller ones on the rest of the workers.
         is_all_used: no worker may be idle."""
         workers = _workers(config, nodes)
         if workers > _ALL_MESHES:

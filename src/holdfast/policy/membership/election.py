@@ -100,7 +100,7 @@ class LackedMajority:
 
     reached: tuple[str, ...]  # members that miss the coordinator too, this agent included
     members: tuple[str, ...]  # of the newest generation that the agent took part in
-    wait_s: float  # seconds until it continues without the others
+    wait_s: float  # seconds until it continues without the rest
 
 
 def newest_term_read(state: AgentState, term: int, leader_address: str, now: float) -> AgentState:

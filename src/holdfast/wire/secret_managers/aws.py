@@ -47,8 +47,8 @@ def read(name: str, environ: Mapping[str, str], ask: Ask) -> str:
 
 
 class AwsService:
-    """A service of AWS that takes signed POSTs to "/", in the region of the environment, else in
-    `region`, else in this machine's.
+    """A service of AWS that takes signed POSTs to "/", in the region of the environment. Without
+    one it is `region`, or this machine's.
 
     endpoint: in AWS_ENDPOINT_URL_<endpoint>, the variable of another address; the service's name if
     left out. host: before `.<region>.amazonaws.com`; the service's name if left out.

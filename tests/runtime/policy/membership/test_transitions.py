@@ -182,7 +182,7 @@ def _edge(model: Model, before: int, after: int) -> Edge | None:
 
 
 def _killed(model: Model, world: World, i: int) -> list[World]:
-    """With this agent gone: its machine says so, or nothing does."""
+    """Without this agent: its machine says so, or nothing does."""
     world = world._replace(faults=1)
     kinds, model.kinds = model.kinds, ("crash", "vanish")
     gone = [
