@@ -14,7 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import CheckpointError, OtherKeyError, RunFolderError
 from holdfast.launch.run.runs import RESOLVED_FILE
 from holdfast.wire.store.folder_seal import FolderSeal, read_seal, write_seal
-from holdfast.wire.store.location import seal_store
+from holdfast.wire.store.location import SEAL_BY_NAME, seal_store
 from holdfast.wire.store.run_location import bucket_of_run
 from holdfast.wire.store.run_store import FolderStore, RunStore
 
@@ -32,7 +32,7 @@ def seal_folder(folder: Path, config: RunConfig, *, fresh: bool = False) -> None
         return
     wanted = None
     if source:
-        source = source if source == "env" else os.path.abspath(source)
+        source = source if source == SEAL_BY_NAME else os.path.abspath(source)
         wanted = FolderSeal(source, seal_store(FolderStore(folder), source).key_id.hex())
     if fresh:
         return
