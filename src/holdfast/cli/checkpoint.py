@@ -317,7 +317,7 @@ def _location(to: str, run: Run) -> RunStore:
         raise CheckpointError("this is the run itself", where=to, remedy="name another folder")
     refuse_in_use(folder, HolderWatch(folder, say))
     folder.mkdir(parents=True, exist_ok=True)
-    seal_copies(run.folder, store_of_run(folder), to)
+    seal_copies(run.folder, store_of_run(folder), folder)
     return store_of_run(folder)
 
 

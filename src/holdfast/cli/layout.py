@@ -31,6 +31,7 @@ from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError, unknown_name
 from holdfast.launch.run.auto_layout import describe_microbatch
+from holdfast.launch.run.lora_run import refuse_bare_stages
 from holdfast.launch.start.data import SMALLEST, plan_to_look, with_prepared_vocabulary
 from holdfast.launch.start.machine import checked_layouts
 from holdfast.layout import Replica, Topology, place_replicas
@@ -326,6 +327,7 @@ def _read_request(
         overrides.append(f"layout.workers={workers}")
     loaded, notes = load_config(run_file, overrides), list[str]()
     refuse_task(loaded.config.task, "holdfast layout", is_file=True)
+    refuse_bare_stages(loaded)
     loaded = with_prepared_vocabulary(loaded, SCREEN)
     if loaded.config.model.vocab_size == 0:
         notes.append(

@@ -137,7 +137,8 @@ def _parts(found: Found) -> str:
 
 def _failures(request: PlanRequest, found: Found) -> str:
     """Throughput that is expected with the failures of the cluster file; "" without any."""
-    if not any(pool.losses_per_day for pool in request.problem.cluster.pools):
+    cluster = request.problem.cluster
+    if not cluster.domain_losses_per_day and not any(p.losses_per_day for p in cluster.pools):
         return ""
     expected = GoodputModel(request.problem).expected(found.choice, found.cost)
     return (

@@ -74,8 +74,8 @@ def distance(
     head = ("bytes", "distance", "message", "against a node", f"ring of {ranks}", "against a node")
     print_table(table, head=(*head, "a hundred times up to"))
     if len(named) < len(LEVELS):
-        print("* assumed: a cluster file names them (--cluster)")
-    print(f"The last column is the bandwidth of a node with {devices} devices, which share it.")
+        print("* assumed: across_racks, zones and between of a cluster file name them")
+    print(f"The last column is the bandwidth of a node, which {devices} devices share.")
 
 
 def _limit(row: Mapping[str, Any]) -> str:

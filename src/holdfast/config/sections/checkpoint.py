@@ -90,7 +90,8 @@ class CheckpointConfig(Section):
         for key in ("bucket", "fallback") if self.seal else ():
             place = str(getattr(self, key))
             if place and not re.search("[?&]seal=", place):
-                address = place if "://" in place else f"file://{os.path.abspath(place)}"
+                folder = place if os.path.isabs(place) else "/FOLDER"
+                address = place if "://" in place else f"file://{folder}"
                 yield (
                     f"seal encrypts the checkpoints, and those in {key} would not be: use {key}: "
                     f"{address}{'&' if '?' in address else '?'}seal={self.seal}"

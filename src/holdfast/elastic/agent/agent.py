@@ -36,7 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.elastic.agent.event_loop import run_to_end
+from holdfast.elastic.agent.event_loop import Pulse, run_to_end
 from holdfast.elastic.agent.health import HealthApplication
 from holdfast.elastic.agent.monitors import (
     check_prediction_forever,
@@ -292,8 +292,11 @@ class NodeAgent:
                 )
         with suppress(ValueError, RuntimeError):
             agent = f"the agent of {self._context.node} (process {os.getpid()})"
+            pulse = Pulse(self._loop)
             said = f"{agent} was stopped; it works again"
-            self._loop.add_signal_handler(signal.SIGCONT, self._say, said)
+            self._loop.add_signal_handler(
+                signal.SIGCONT, lambda: self._say(said) if pulse.has_missed() else None
+            )
         self._answers_signals.set()
 
     def _pass_on_signal(self, number: signal.Signals) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -63,3 +64,27 @@ def _signals_queued(arrived: Arrived) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Pulse:
+    """Notices that an event loop's process was stopped for a while."""
+
+    PERIOD_S = 0.25
+    MISSED_S = 0.5  # later than due, so long that the process was stopped, or very busy
+    RECENT_S = 1.0
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._due, self._missed_at = loop, loop.time(), -inf
+        self._beat()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now - self._due > self.MISSED_S:
+            self._missed_at = now
+        self._due = now + self.PERIOD_S
+        self._loop.call_later(self.PERIOD_S, self._beat)
+
+    def has_missed(self) -> bool:
+        """Return True if the loop did nothing until just now."""
+        now = self._loop.time()
+        return now - self._due > self.MISSED_S or now - self._missed_at < self.RECENT_S

@@ -26,7 +26,14 @@ from holdfast.config.loading.identity import SOURCE_KEYS, TASK_SOURCE, config_ha
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
-from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, UserError
+from holdfast.errors import (
+    CheckpointError,
+    CorruptError,
+    HoldfastError,
+    RunFolderError,
+    StoreError,
+    UserError,
+)
 from holdfast.events import RunBranched
 from holdfast.launch.run.branch_config import branch_config, refuse_bad_changes
 from holdfast.launch.run.resume_checks import refuse_other_shapes, usable_commits
@@ -177,6 +184,8 @@ def _make_folder(
         dataset = parent.dataset_location if has_own else loaded.config.data.folder
         try:
             write_description(part, loaded, machine, dataset, parent.dataset_version)
+        except StoreError:  # there is no key
+            raise
         except RunFolderError as error:
             raise RunFolderError(error.message, where=str(target), remedy=OTHER_FOLDER) from None
         store = store_of_run(part)

@@ -36,6 +36,7 @@ from holdfast.launch.run.task_run import (
     describe_named_in,
     refuse_keys_of_the_script,
 )
+from holdfast.wire.store.location import SEAL_BY_NAME
 
 PATH_KEYS = (
     "data.folder",
@@ -43,6 +44,7 @@ PATH_KEYS = (
     "cluster.faults",
     "cluster.notices_account",
     "checkpoint.bucket",
+    "checkpoint.seal",
 )
 OWN_KEYS = {
     "folder": "name it with --to",
@@ -127,7 +129,8 @@ def _with_absolute_paths(changed: LoadedConfig) -> dict[str, Any]:
     values, default = changed.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
     for key in PATH_KEYS:
         path = _get(values, key)
-        if path and "://" not in path and path != _get(default, key):
+        is_word = key == "checkpoint.seal" and path == SEAL_BY_NAME
+        if path and "://" not in path and path != _get(default, key) and not is_word:
             _set(values, key, os.path.abspath(path))
     return values
 

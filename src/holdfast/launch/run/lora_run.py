@@ -62,13 +62,7 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
         )
     layers = {ours: theirs for ours, (theirs, _) in linear_layers(config.model).items()}
     refuse_unknown_targets(lora.targets, layers, loaded.where("lora.targets"))
-    for degrees in (degrees for _, degrees in config.layout.kinds if degrees.pp > 1):
-        shape, is_folded = degrees.mesh_shape, config.layout.is_folded
-        stages = degrees.stages or planned_stages(config, shape)
-        replica = Replica(0, tuple(range(degrees.ranks)), shape, stages, is_folded=is_folded)
-        for pp in range(degrees.pp):
-            blocks = replica.blocks(pp) or ()
-            refuse_bare_stage(config.model, lora, blocks, loaded.where("lora.targets"))
+    refuse_bare_stages(loaded)
     base = Path(lora.base)
     refuse_other_shape(config.model, read_folder_model(base), base, loaded.where("lora.base"))
     before = LoraConfig.model_validate(stored["lora"]) if stored.get("lora") else None
@@ -126,6 +120,19 @@ def joining_weights(loaded: LoadedConfig, store: RunStore) -> PlannedValues:
     if not config.model.weights or (not folder.is_dir() and list_commits(store)):
         return {}  # the node takes its state from a checkpoint
     return _folder_values(folder, "model.weights", config.model.weights_checksum)
+
+
+def refuse_bare_stages(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if a worker of a pipeline would have no adapter to train."""
+    config = loaded.config
+    pipelines = (degrees for _, degrees in config.layout.kinds if degrees.pp > 1)
+    for degrees in pipelines if config.lora.rank else ():
+        shape, is_folded = degrees.mesh_shape, config.layout.is_folded
+        stages = degrees.stages or planned_stages(config, shape)
+        replica = Replica(0, tuple(range(degrees.ranks)), shape, stages, is_folded=is_folded)
+        for pp in range(degrees.pp):
+            blocks = replica.blocks(pp) or ()
+            refuse_bare_stage(config.model, config.lora, blocks, loaded.where("lora.targets"))
 
 
 def describe_lora(config: RunConfig) -> list[str]:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from holdfast.config.run import RunConfig
 from holdfast.errors import CheckpointError, OtherKeyError, RunFolderError
-from holdfast.launch.run.runs import read_resolved
+from holdfast.launch.run.runs import RESOLVED_FILE
 from holdfast.wire.store.folder_seal import FolderSeal, read_seal, write_seal
-from holdfast.wire.store.location import seal_store
+from holdfast.wire.store.location import SEAL_BY_NAME, seal_store
 from holdfast.wire.store.run_location import bucket_of_run
 from holdfast.wire.store.run_store import FolderStore, RunStore
 
 KEY = "checkpoint.seal"
+EMPTY = "''"  # As an override's value
 
 
 def seal_folder(folder: Path, config: RunConfig, *, fresh: bool = False) -> None:
@@ -31,17 +32,17 @@ def seal_folder(folder: Path, config: RunConfig, *, fresh: bool = False) -> None
         return
     wanted = None
     if source:
-        source = source if source == "env" else os.path.abspath(source)
+        source = source if source == SEAL_BY_NAME else os.path.abspath(source)
         wanted = FolderSeal(source, seal_store(FolderStore(folder), source).key_id.hex())
     if fresh:
         return
-    seal, is_run = read_seal(folder), read_resolved(folder) is not None
+    seal, is_run = read_seal(folder), (folder / RESOLVED_FILE).exists()
     if seal is not None and wanted is None:
         raise RunFolderError(
             f"the checkpoints of this run are sealed, and {KEY} is empty",
             where=str(folder),
             remedy=f"use {KEY}={shlex.quote(seal.source)}, or continue without a seal in another "
-            f"folder: {_branch(folder, '')}",
+            f"folder: {_branch(folder, EMPTY)}",
         )
     if seal is None and wanted is not None and is_run:
         raise RunFolderError(
@@ -65,18 +66,21 @@ def _branch(folder: Path, source: str) -> str:
     return shlex.join(words)
 
 
-def seal_copies(source: Path, target: RunStore, to: str) -> None:
+def seal_copies(source: Path, target: RunStore, to: str | Path) -> None:
     """Seal a folder that gets a copy of a sealed run as that run is sealed. Raises CheckpointError
     for a place that has plain checkpoints, and for an address without a seal."""
     seal = None if bucket_of_run(source) else read_seal(source)
     if seal is None or hasattr(target, "inner"):
         return
-    remedy = "add ?seal= with the file of its key to the address"
-    if isinstance(target, FolderStore):
-        if "://" not in to and not any(map(target.list, ("commits/", "data/"))):
-            write_seal(target.folder, seal)
-            return
-        remedy = "name another folder"
+    is_folder = isinstance(target, FolderStore) and "://" not in str(to)
+    if is_folder and not any(map(target.list, ("commits/", "data/"))):
+        write_seal(Path(to), seal)
+        return
+    remedy = (
+        "name another folder" if is_folder else "add seal= with the file of a key to its options"
+    )
     raise CheckpointError(
-        "the checkpoints of the run are sealed, and those here are not", where=to, remedy=remedy
+        "the checkpoints of the run are sealed, and those here are not",
+        where=str(to),
+        remedy=remedy,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.degrees import find_impossible_degrees
 from holdfast.config.sections.model import ModelConfig
-from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.adapters import adapter_shardings, lora_parameters
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.state_table import ITEM_BYTES, MIXED, STATE_DTYPE
 from holdfast.plan.cost.blocks import FeedForward, Heads, KeptByRuntime, block, embedding, head
@@ -69,7 +69,9 @@ def adapter_degrees(config: RunConfig) -> dict[str, int]:
         return {}
     alone = {"workers": 0, "stages": (), "replicas": ()}
     rest = config.model, config.train, config.data.sequence_length, config.module_cuts
-    return {
+    trained = {row.positions[0] for row in adapter_shardings(config.model, config.lora).values()}
+    is_bare = not trained.issuperset(range(config.model.layers))  # a stage may have no adapter
+    return ({"pp": 1} if is_bare else {}) | {
         axis: 1
         for axis in ("pp", "cp", "tp")
         if find_impossible_degrees(config.layout.model_copy(update={**alone, axis: 2}), *rest)

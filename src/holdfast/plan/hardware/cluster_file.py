@@ -270,7 +270,18 @@ def _build(sections: ClusterSections, where: Where, tables: Tables) -> Cluster:
         between[one, other] = _link(each, most, path, where, tables)
         prices[one, other] = each.usd_per_gb
     losses = sections.domain_losses_per_day.model_dump(exclude_none=True)
+    for domain, key in _SIZES.items():
+        if domain in losses and not any(getattr(pool, key) for pool in pools):
+            raise ConfigError(
+                f"no pool says which nodes a {domain} has, so its losses would not count",
+                where=where(("domain_losses_per_day", domain)),
+                remedy=f"give a pool {key}, or remove the rate",
+            )
     return Cluster(pools, between, prices, losses)
+
+
+_SIZES = {"rack": "nodes_per_rack", "power": "nodes_per_power_domain", "zone": "zone"}
+"""Domain -> the key of a pool that says where it ends."""
 
 
 def _other_zone(zone: str, zones: set[str]) -> str:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from holdfast.core.data.skips import Skip, Skips
 from holdfast.core.json_parsing import JsonMessage
@@ -282,10 +283,37 @@ class BadStepPolicy:
 
 
 @dataclass(frozen=True)
-class StepRetry(JsonMessage):
+class StepRetry:
     """The ranks' notice of a bad step that their generation must repeat."""
 
     step: int
     avoid: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # replicas, by microbatch
     accept: bool = False  # it is applied whatever it is
     if_passed: Finding | None = None  # written to the journal once the step has passed
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "avoid": [[leaf, list(at)] for leaf, at in self.avoid.items()],
+            "accept": self.accept,
+            "if_passed": None if self.if_passed is None else asdict(self.if_passed),
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> StepRetry:
+        """Raises KeyError, TypeError and ValueError for what is none."""
+        told = value.get("if_passed")
+        return StepRetry(
+            int(value["step"]),
+            {int(leaf): tuple(int(r) for r in at) for leaf, at in value["avoid"]},
+            bool(value["accept"]),
+            None
+            if told is None
+            else Finding(
+                int(told["step"]),
+                Culprit(told["blame"]),
+                tuple(map(int, told["microbatches"])),
+                tuple(map(str, told["devices"])),
+                str(told["why"]),
+            ),
+        )
