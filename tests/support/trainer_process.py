@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from holdfast.events import Event, Record, WorkerStarted
 from tests.support.journal_reader import Journal
-from tests.support.processes import runs
+from tests.support.processes import children_of, runs, stop
 from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 
 E = TypeVar("E", bound=Event)
@@ -34,6 +36,7 @@ class Trainer:
         """environ: variables that this process does not have. before: arguments before the
         folder."""
         self.folder = folder
+        self._movers: list[psutil.Process] = []
         self._journal = Journal(folder)
         self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
         with self.output.open("wb") as output:
@@ -102,6 +105,19 @@ class Trainer:
     def logs(self) -> str:
         paths = sorted((self.folder / "logs").rglob("*.log"))
         return "".join(f"--- {path.name}\n{path.read_text()}" for path in paths)
+
+    def stop(self) -> None:
+        """Stop the agent, and before it the mover, which would continue it."""
+        self._movers = children_of(self.process.pid, "holdfast.checkpoint.mover.main")
+        for mover in self._movers:
+            mover.suspend()
+        stop(self.process.pid)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        for mover in self._movers:
+            with suppress(psutil.NoSuchProcess):
+                mover.resume()
 
     def family(self) -> set[int]:
         """Process ids of this trainer and everything that descends from it now."""

@@ -189,6 +189,7 @@ class AgentParts:
             final_upload=self.processes.final_upload,
             exit_at_once=exit_at_once,
             committed_step=lambda: self.records.progress.committed_step,
+            stop_cause=it.stop_cause,
         )
 
     def spares(self) -> tuple[str, ...] | None:

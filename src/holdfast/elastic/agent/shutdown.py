@@ -74,6 +74,7 @@ class ShutdownController:
     final_upload: FinalUpload
     exit_at_once: Callable[[str], None]
     committed_step: Callable[[], int]
+    stop_cause: Callable[[], str] = lambda: ""  # as in `RunContext`
 
     def __post_init__(self) -> None:
         self.reason: str | None = None
@@ -82,6 +83,7 @@ class ShutdownController:
         self._clock = asyncio.get_running_loop().time
         self._said_at, self._give_up_at = -inf, inf  # of a save that the journal keeps waiting
         self._has_given_up = False
+        self._explanation: asyncio.Future[None] | None = None
         self._call_later: Callable[[float, Callable[[], None]], object]
         self._call_later = asyncio.get_running_loop().call_later
         self.is_signal_explained: Callable[[int], bool] = lambda number: False
@@ -128,6 +130,14 @@ class ShutdownController:
             self.on_termination_warning(TerminationWarning(grace, True, name, name))
         else:
             self.begin_shutdown(name, 0.0 if number is signal.SIGINT else grace)
+            if number is signal.SIGTERM:
+                self._explanation = asyncio.ensure_future(self._explain_stop(name))
+
+    async def _explain_stop(self, reason: str) -> None:
+        """Name what is behind a signal, if the run folder tells; a disk may hang meanwhile."""
+        cause = await asyncio.to_thread(self.stop_cause)
+        if cause and self.reason == reason:
+            self.reason = cause
 
     def begin_shutdown(self, reason: str, leave_within_s: float = 0.0) -> None:
         """Leave the run; if the run continues without this node, within `leave_within_s`."""

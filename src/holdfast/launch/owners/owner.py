@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
 
 JOB_FILE = "launch.json"
-USER_STOP = "the user stopped it (holdfast down)"
+USER_STOP = "the user stopped it with holdfast down"
 
 
 class OwnerAwayError(ConfigError):

@@ -104,8 +104,7 @@ def has_replacement(state: CoordinatorState, name: str) -> bool:
     node = state.node(name)
     if node is None or name not in state.members:
         return False
-    free = state.all_free_places - state.free_places.get(name, 0)
-    return 0 < node.used_places <= free
+    return 0 < node.used_places <= state.all_free_places - state.free_places(node)
 
 
 def has_unreachable_pair(state: CoordinatorState, names: frozenset[str], now: float) -> bool:

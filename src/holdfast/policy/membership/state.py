@@ -197,21 +197,16 @@ class CoordinatorState:
             return reign
         return replace(self, nodes=tuple(nodes.get(node.name, node) for node in self.nodes))
 
-    @cached_property
-    def free_places(self) -> dict[str, int]:
-        """Places of nodes that stay which have a process and no rank, by node; without the nodes
-        that have none. It is computed once, because every heartbeat asks."""
-        found = {}
-        for node in self.nodes:
-            ready = node.places if node.ready_workers is None else node.ready_workers
-            free = ready - (node.used_places if node.name in self.members else 0)
-            if free > 0 and node.leaving_at == inf and not node.is_banned:
-                found[node.name] = free
-        return found
+    def free_places(self, node: NodeRecord) -> int:
+        """Return the places that have a process and no rank; 0 if the node does not stay."""
+        ready = node.places if node.ready_workers is None else node.ready_workers
+        used = node.used_places if node.name in self.members else 0
+        return 0 if node.leaving_at < inf or node.is_banned else max(0, ready - used)
 
     @cached_property
     def all_free_places(self) -> int:
-        return sum(self.free_places.values())
+        """Free places of all nodes; computed once, because every heartbeat asks."""
+        return sum(map(self.free_places, self.nodes))
 
     @property
     def are_workers_computing(self) -> bool:

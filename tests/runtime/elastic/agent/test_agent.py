@@ -46,7 +46,6 @@ from holdfast.wire.lifeline import AGENT_SIGNALS
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
-from tests.support.processes import stop
 from tests.support.ranks import wait_until
 from tests.support.trainer_process import Trainer, gone, parent_of, training
 
@@ -218,12 +217,12 @@ def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path: Path) -> None:
 def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path) -> None:
     with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
         old.wait_step(2, 1)
-        stop(old.process.pid)
+        old.stop()
         with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
             assert new.end() == 0, new.said
         assert [e.reason for e in new.events(GenerationStarted)] == ["start", "resume"]
         family = old.family()
-        os.kill(old.process.pid, signal.SIGCONT)
+        old.resume()
         assert old.end() == 1
         wait_until(lambda: gone(family), what="no process is left")
     assert "another trainer has taken over" in old.said
@@ -284,11 +283,11 @@ def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
     term and its generation have the same numbers."""
     with training(tmp_path / "run", ENDLESS, "layout.workers=1", module=IMPATIENT) as old:
         old.wait_step(20, 1)
-        stop(old.process.pid)
+        old.stop()
         old.folder.rename(tmp_path / "run.old-1")
         with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
             assert new.end() == 0, new.said
-        os.kill(old.process.pid, signal.SIGCONT)
+        old.resume()
         assert old.end(30) == 1
         assert FOLDER_GONE_MESSAGE in old.said
     assert [e.step for e in new.events(StepDone)] == [1, 2, 3]
