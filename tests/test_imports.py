@@ -26,7 +26,14 @@ TORCH_ROOMS = (
     "holdfast.elastic.worker",
     *(
         f"holdfast.options.{option}.apply"
-        for option in ("asynchronous", "expert_copies", "quantized", "short_state", "tp_by")
+        for option in (
+            "async_tp",
+            "asynchronous",
+            "expert_copies",
+            "quantized",
+            "short_state",
+            "tp_by",
+        )
     ),
     "holdfast.options.asynchronous.weight_versions",
     "holdfast.options.asynchronous.weight_versions",

@@ -99,10 +99,10 @@ class Attention(nn.Module):
         heads = (*x.shape[:-1], -1, self.head)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.norm_all:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         q, k, v = q.view(heads), k.view(heads), v.view(heads)
         if not self.norm_all:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)  # q: [B, S, H, h]   k, v: [B, S, K, h]
         if cache is not None:
@@ -177,12 +177,14 @@ class Block(nn.Module):
         self, x: Tensor, rotary: Rotary | None, mask: Mask, cache: LayerCache | None = None
     ) -> Tensor:
         """x: [B, S, D] -> [B, S, D]"""
-        y = self.attention(_normed(self.attention_norm, x), rotary, mask, cache)
-        x = x + self._added(_normed(self.attention_post_norm, y))
-        y = self.ffn(_normed(self.ffn_norm, x))
-        return x + self._added(_normed(self.ffn_post_norm, y))
+        y = self.attention(normed(self.attention_norm, x), rotary, mask, cache)
+        x = x + self.added(self.attention_post_norm, y)
+        y = self.ffn(normed(self.ffn_norm, x))
+        return x + self.added(self.ffn_post_norm, y)
 
-    def _added(self, y: Tensor) -> Tensor:
+    def added(self, norm: RMSNorm | None, y: Tensor) -> Tensor:
+        """What a part's output adds to the residual stream. norm: the one after it."""
+        y = normed(norm, y)
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
 
 
@@ -190,7 +192,7 @@ def _norm(model: ModelConfig, wanted: bool, size: int) -> RMSNorm | None:
     return RMSNorm(size, model.norm_eps, model.norm_plus_one) if wanted else None
 
 
-def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 

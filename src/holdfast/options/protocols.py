@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from holdfast.layout import Topology
     from holdfast.parallel.axes.expert_parallel import ExpertExchange
     from holdfast.parallel.axes.fsdp import ShardCodes
-    from holdfast.parallel.axes.tensor_parallel import MakeRegion
+    from holdfast.parallel.axes.tensor_parallel import DecoderObjective, MakeRegion
     from holdfast.training.engine.engine import StepEngine
     from holdfast.training.engine.executors import Executor
     from holdfast.training.engine.state import Parameters
@@ -131,6 +131,7 @@ class Apply:
     """The effect of an option: hooks into parallel and train."""
 
     region: MakeRegion | None = None  # around a component that fewer ranks cut than tp has
+    halves: Callable[[DecoderObjective], None] | None = None  # of a decoder that tp cuts
     expert_exchange: type[ExpertExchange] | None = None  # takes tokens to their experts and back
     shard_codes: Callable[[LayoutConfig], ShardCodes] | None = None  # of what FSDP2 sends
     optimizer: MakeOptimizer | None = None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tp_by": ("keys", "cost", "apply"),
+        "async_tp": ("keys", "cost", "apply"),
         "expert_copies": ("keys", "cost", "apply"),
         "asynchronous": ("keys", "cost", "apply"),
         "zero2_reduce": ("keys", "cost"),  # its effect is that of another stage of ZeRO

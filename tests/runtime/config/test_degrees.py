@@ -24,6 +24,7 @@ layout:
 
 ONCE = "zero=2 zero2_reduce=step"
 EXPERTS = "model.family=mixtral model.experts.count=6"
+PLAIN = "layout.async_tp false"
 REFUSED = [
     ("tp=5", "4 or 12"),
     ("tp=8", "4 or 12, or layout.tp_by.attention 4"),
@@ -37,6 +38,13 @@ REFUSED = [
         "tp=2 layout.tp_by.attention=1 train.precision=fp8",
         "layout.tp_by.attention 0, or train.precision bf16",
     ),
+    ("train.microbatch_size=3 tp=2 async_tp=true", f"{PLAIN}, or train.microbatch_size 4"),
+    ("train.recompute=full tp=2 async_tp=true", f"{PLAIN}, or train.recompute none"),
+    ("tp=2 sequence_parallel=false async_tp=true", f"{PLAIN}, or layout.sequence_parallel true"),
+    ("train.compile=true tp=2 async_tp=true", f"{PLAIN}, or train.compile false"),
+    ("tp=2 cp=2 async_tp=true", f"{PLAIN}, or layout.cp 1"),
+    (f"{EXPERTS} tp=2 async_tp=true", PLAIN),
+    ("tp=2 async_tp=true layout.tp_by.attention=1", PLAIN),
     ("ep=2", "layout.ep 1"),
     (f"{EXPERTS} dp_shard=3 expert_replicas=auto", "layout.expert_replicas off"),
     (f"{EXPERTS} dp_shard=3 ep=2", "layout.ep 1 or 3"),

@@ -47,6 +47,7 @@ def said(*overrides: str) -> list[str]:
             "train.memory.activations=host train.partition_activations=true",
             "train.memory.activations host",
         ),
+        ("layout.async_tp=true", "layout.tp 1"),
         ("train.evaluate.every=1001", "one evaluation, at the end"),
         ("checkpoint.every_steps=5000", "it never comes"),
         ("checkpoint.keep_every=5000", "it never comes"),

@@ -14,6 +14,7 @@ SRC = Path(holdfast.__file__).parents[1]
 FOLDERS = SRC / "holdfast" / "options"
 MAX_FILES = 4  # outside of its folder
 NAMES = {
+    "async_tp": r"\basync_tp\b",
     "asynchronous": r"pipemare|pipedream|weight_versions|options\.asynchronous|\"asynchronous\"",
     "expert_copies": r"expert_copies|expert_replicas",
     "quantized": r"\bquantized\b",

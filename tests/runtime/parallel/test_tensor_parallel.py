@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from holdfast.layout import Layout, place_layout
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_tensor
 from holdfast.model.stage import keep_stage
+from holdfast.options.async_tp.apply import overlap_halves
 from holdfast.options.tp_by.apply import ComponentRegion
 from holdfast.parallel.axes.fsdp import apply_fsdp
 from holdfast.parallel.axes.tensor_parallel import (
@@ -29,6 +31,7 @@ from holdfast.parallel.axes.tensor_parallel import (
     residual_shape,
 )
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.training.engine.objective import NextTokenObjective
 from tests.support.marks import in_campaign
@@ -247,6 +250,43 @@ def check_parity(rank: RankContext, shapes: list[str]) -> None:
 def test_parity(tp: int) -> None:
     shapes = [shape for shape in SHAPES if shape not in UNCUT]
     rank_values(check_parity, tp, {"shapes": shapes}, deadline=240)
+
+
+def check_halves(rank: RankContext, shapes: list[str]) -> list[list[Any]]:
+    """Bytes, spans and seconds of a step, without halves and with them."""
+    group = rank.init_torch_world()
+    for index, shape in enumerate(shapes):
+        model = config(shape)
+        for batch, length in ((4, 8), (2, 7), (3, 8)):  # even, padded, and undivided
+            objective = spread(model, group, True)
+            overlap_halves(objective)
+            text, targets, numbers = samples(model, documents=index % 2 == 1, batch=batch)
+            given = [None if t is None else t[:, :length] for t in (text, targets, numbers)]
+            check_step(objective, given, group, msg=f"{shape} {batch}")
+    found: list[list[Any]] = []
+    for is_halved in (False, True):
+        recorder = SpanRecorder()
+        traffic = TrafficCounter(recorder)
+        objective = spread(config("plain"), group, True, traffic)
+        if is_halved:
+            overlap_halves(objective)
+        objective(*samples(config("plain"), False, batch=4)).backward()
+        spans = sorted((s.start, s.stop) for s in recorder.spans)
+        together = sum(after[0] < before[1] for before, after in pairwise(spans))
+        found.append([traffic.bytes_by_kind, together, *traffic.seconds_by_kind["tp"]])
+    dist.barrier()
+    return found
+
+
+def test_two_halves_have_the_parity_and_bytes_of_one_and_overlap() -> None:
+    shapes = ["plain", "gemma", "tied", "scaled"]
+    for plain, halved in rank_values(check_halves, 2, {"shapes": shapes}, deadline=240):
+        assert plain[0] == halved[0]
+        assert plain[1] == 0
+        # in each of 4 regions, one gather forward and one backward, and one scatter each
+        assert halved[1] >= 4 * 4
+        assert 0.0 < plain[3] <= plain[2]
+        assert 0.0 < halved[3] < halved[2]
 
 
 def through(

@@ -12,6 +12,7 @@ from pydantic import Field
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.layout import MeshShape
+from holdfast.options.async_tp.keys import AsyncTp
 from holdfast.options.asynchronous.keys import PipemareDecay, PipemareSteps
 from holdfast.options.expert_copies.keys import ExpertReplicas
 from holdfast.options.quantized.keys import Quantized
@@ -63,6 +64,7 @@ class LayoutConfig(DegreesConfig):
     expert_replicas: ExpertReplicas = "off"
     sequence_parallel: bool = True
     """with tp: cut norms and residuals by tokens, at the same traffic"""
+    async_tp: AsyncTp = False
     tp_by: TpBy = ComponentDegrees()
     cp_method: Literal["allgather", "ring", "ulysses", "ulysses-ring"] = "allgather"
     """with cp: how attention gets at other workers' tokens. allgather: keys and values are

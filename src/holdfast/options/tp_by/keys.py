@@ -64,6 +64,11 @@ class OptionKeys(Keys):
                 f"train.precision fp8 has not been tried with layout.tp_by.{name} {degree}: use "
                 f"layout.tp_by.{name} 0, or train.precision bf16"
             )
+        if name and layout.async_tp:
+            return (
+                f"layout.tp_by.{name} {degree} does not work with layout.async_tp true: use "
+                "layout.async_tp false"
+            )
         if name and layout.quantized != "none":
             return (
                 f"layout.quantized {layout.quantized} has not been tried with layout.tp_by: "

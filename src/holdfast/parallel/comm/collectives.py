@@ -314,6 +314,55 @@ def with_gradient(x: Tensor, forward: TensorMap, backward: TensorMap) -> Tensor:
     return _WithGradient.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def begin_with_gradient(
+    x: Tensor, there: Callable[[Tensor], Exchange], back: Callable[[Tensor], Exchange]
+) -> Callable[[], Tensor]:
+    """Begin an exchange of x. Returns what waits for the result. In the backward pass the exchange
+    of its gradient begins where the result was waited for, and is waited for where x was sent."""
+    both = _Both(there, back)
+    begun = _Begin.apply(x, both)  # type: ignore[no-untyped-call]
+    return lambda: _End.apply(begun, both)  # type: ignore[no-untyped-call]
+
+
+@dataclass(eq=False)
+class _Both:
+    """An exchange in either direction. begun: the one that is under way."""
+
+    there: Callable[[Tensor], Exchange]
+    back: Callable[[Tensor], Exchange]
+    begun: Exchange | None = None
+
+    def end(self) -> Tensor:
+        begun, self.begun = self.begun, None
+        assert begun is not None, "an exchange is waited for once"
+        return begun.wait()
+
+
+class _Begin(torch.autograd.Function):
+    """x -> a tensor without elements, which ties the two ends together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, both: _Both) -> Tensor:
+        ctx.both, both.begun = both, both.there(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.both.end(), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, both: _Both) -> Tensor:
+        ctx.both = both
+        return both.end()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.both.begun = ctx.both.back(gradient)
+        return gradient.new_empty(0), None
+
+
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: TensorMap, backward: TensorMap) -> Tensor:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -155,8 +156,9 @@ def chrome_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[str, 
 
     The JSON form of Google's "Trace Event Format": complete events ("X") with microseconds
     counted from the first span, metadata events ("M") that name the rows. The compute track
-    stands first.
+    stands first. Exchanges that overlap have rows of their own.
     """
+    spans_by_rank = {rank: _in_rows(spans) for rank, spans in spans_by_rank.items()}
     every = [s for spans in spans_by_rank.values() for s in spans]
     origin = min((s.start for s in every), default=0.0)
     tracks = sorted({s.track for s in every}, key=lambda track: (track != COMPUTE, track))
@@ -180,6 +182,18 @@ def chrome_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[str, 
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _in_rows(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
+    """A viewer takes spans of a row for nested, so one that begins in another goes to the next."""
+    ends: dict[str, float] = {}
+    out = []
+    for span in sorted(spans, key=lambda span: span.start):
+        rows = (f"{span.track} {n}" if n > 1 else span.track for n in count(1))
+        track = next(row for row in rows if ends.get(row, 0.0) <= span.start)
+        ends[track] = span.stop
+        out.append(replace(span, track=track))
+    return out
 
 
 def _name_event(rank: int, row: int, what: str, text: str) -> dict[str, Any]:

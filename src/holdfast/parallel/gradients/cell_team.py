@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from holdfast.core.sharding.reduction_cells import Member
@@ -65,15 +65,16 @@ class CellTeam:
         size = len(self.members)
         return tuple((self.own_index + i) % size for i in range(1, size))
 
-    def span(self, name: str) -> ExitStack:
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
         """Note when something of the reduction happens, where that is asked for."""
-        marked = ExitStack()
-        if self.recorder is not None:
-            marked.enter_context(self.recorder.span(REDUCE, name))
-        if self.peers.traffic is not None:
-            end = partial(self.peers.traffic.note, REDUCE, name, time.monotonic(), tells=False)
-            marked.callback(end)
-        return marked
+        start = time.monotonic()
+        try:
+            with self.recorder.span(REDUCE, name) if self.recorder else nullcontext():
+                yield
+        finally:
+            if self.peers.traffic is not None:
+                self.peers.traffic.note(REDUCE, name, start, tells=False)
 
     def exposed(self) -> AbstractContextManager[None]:
         """The passes are over, and this rank waits for the sums."""

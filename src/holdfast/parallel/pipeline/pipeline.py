@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -159,14 +159,15 @@ class PipelineInterpreter:
         self._plans.append(plan)
         return plan
 
-    def span(self, track: str, name: str) -> ExitStack:
+    @contextmanager
+    def span(self, track: str, name: str) -> Iterator[None]:
         """A span of the recorder, if there is one. A wait is counted as exposed."""
-        marked = ExitStack()
-        if self.recorder is not None:
-            marked.enter_context(self.recorder.span(track, name))
-        if track != COMPUTE and self.peers.traffic is not None:
-            marked.enter_context(self.peers.traffic.exposed("pp"))
-        return marked
+        traffic = self.peers.traffic if track != COMPUTE else None
+        with (
+            self.recorder.span(track, name) if self.recorder else nullcontext(),
+            traffic.exposed("pp") if traffic else nullcontext(),
+        ):
+            yield
 
     def post_receipts(self, plan: PipelinePlan) -> None:
         """Post the receives of the receipts that this run will be owed."""

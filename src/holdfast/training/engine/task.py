@@ -165,6 +165,8 @@ class DecoderTask:
                 make_region=next(iter(regions), None),
                 traffic=groups.traffic,
             )
+            for overlap in hooks("layout", config.layout, lambda effect: effect.halves):
+                overlap(objective)
             if config.train.compile and objective.tensor is not None:
                 objective.tensor.exclude_from_compilation()
         if groups.degree("cp") > 1:
