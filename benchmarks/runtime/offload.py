@@ -13,14 +13,18 @@ tokens), with activations in each place.
 
 With `--link` GB/s, what passes between host and device goes over an emulated link. It has that
 speed in each direction, both at once. The copies are real; then their thread sleeps until the link
-would be done, and takes no processor, as a DMA engine. `--ratio` scales the link to this CPU
-instead: its copies of a gradient take that part of the time of a host's AdamW. A card on PCIe 5.0
-has some 50 GB/s, and 8 channels of DDR5 some 200 GB/s for the 28 bytes of each element: (4 / 50) /
-(28 / 200) = 0.57. That is arithmetic, no measurement. The floor is then the time of the bytes on
-the link, the busier direction; `memcpy s` is that of plain copies.
+would be done, and takes no processor, as a DMA engine. `--ratio` scales the link
+to this CPU: the copy of a gradient takes that part of the time of the host's AdamW. A card on PCIe
+5.0 has some 50 GB/s, and 8 channels of DDR5 some 200 GB/s for the 28 bytes of each element: (4 /
+50) / (28 / 200) = 0.57. That is arithmetic, no measurement. This CPU plays device and host: the
+host's AdamW runs `--slower` times (20: 4 TB/s of the device to 200 GB/s), of which all but one are
+on scratch. So real copies are a small part of the link's time. The floor is the time of the bytes
+on the link, in the busier direction. `memcpy s` is the time of plain copies. With `--masters` fp32
+parameters lie with the moments, as in bf16 without shards. (What is computed with is then copied
+after the update, in bf16: 2 bytes an element, which is not in the table.)
 
     python -m benchmarks.runtime.offload [--millions 16] [--rounds 7] [--piece-mb 16] [--folder F]
-                                [--shape 15m] [--link GB/S | --ratio 0.57]
+                                [--shape 15m] [--link GB/S | --ratio 0.57] [--slower 20] [--masters]
 """
 
 from __future__ import annotations
@@ -41,17 +45,19 @@ from benchmarks.runtime.recompute import VOCABULARY
 from holdfast.config.sections.memory import MemoryConfig, Place
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.core.sharding.optimizer_state import ParameterSettings
+from holdfast.core.sharding.update_pieces import UpdatePiece
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.memory.activation_rooms import HostRoom, Spot
 from holdfast.training.memory.activations import move_activations
+from holdfast.training.memory.piece_stream import PieceStream, Update
 from holdfast.training.memory.places import StateMemory
 from holdfast.training.optimizers.offloaded_adamw import OffloadedAdamW
 from holdfast.training.optimizers.optimizer import AdamW, Optimizer
 
-Update = Literal["device", "host"]
+Where = Literal["device", "host"]
 CPU = torch.device("cpu")
 ROWS = 16  # parameters of one size
-CASES: tuple[tuple[Place, Place, Update], ...] = (
+CASES: tuple[tuple[Place, Place, Where], ...] = (
     ("device", "device", "device"),
     ("host", "device", "device"),
     ("host", "device", "host"),
@@ -70,19 +76,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--piece-mb", type=float, default=16)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the files")
-    parser.add_argument("--shape", default="15m", help="a preset of model.preset")
+    parser.add_argument("--shape", default="15m", help="a preset of model.preset; '': no passes")
     parser.add_argument("--link", type=float, default=0, help="GB/s each way; 0: no link")
     parser.add_argument("--ratio", type=float, default=0, help="of a gradient's copy to its AdamW")
+    parser.add_argument("--slower", type=int, default=20, help="AdamW of an emulated host, times")
+    parser.add_argument("--masters", action="store_true", help="parameters lie with the moments")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.ratio:
         optimizer, _ = make(CASES[0], int(given.millions * 1e6) // ROWS, 16, given.folder)
         found = statistics.median(timed(optimizer, step)[0] for step in range(1, 8))
-        given.link = 4 * given.millions / 1e3 / (given.ratio * found)
+        given.link = 4 * given.millions / 1e3 / (given.ratio * found * given.slower)
     if given.link:
         print(f"emulated link: {given.link:.3g} GB/s each way")
     time_updates(given)
-    time_passes(given)
+    if given.shape:
+        time_passes(given)
 
 
 class LinkedMemory(StateMemory):
@@ -116,6 +125,36 @@ class LinkedMemory(StateMemory):
             time.sleep(max(0.0, until - time.perf_counter()))
 
 
+class SlowerHost(OffloadedAdamW):
+    """AdamW of an emulated host: the kernel runs several times, once on the state itself."""
+
+    times = 1
+
+    def _new_stream(self) -> PieceStream:
+        stream = super()._new_stream()
+        run, scratch = stream.run, dict[int, Tensor]()
+
+        def run_slower(update: Update) -> None:
+            def slower(piece: UpdatePiece, staged: list[list[Tensor]]) -> None:
+                for role, parts in enumerate(staged):
+                    size = sum(part.numel() for part in parts)
+                    if role not in scratch or scratch[role].numel() < size:
+                        scratch[role] = torch.ones(size)
+                beside = [
+                    list(scratch[role][: sum(sizes)].split(sizes))
+                    for role, parts in enumerate(staged)
+                    for sizes in [[part.numel() for part in parts]]
+                ]
+                for _ in range(self.times - 1):
+                    update(piece, beside)
+                update(piece, staged)
+
+            run(slower)
+
+        stream.run = run_slower  # type: ignore[method-assign]
+        return stream
+
+
 class LinkedRoom(HostRoom):
     """Room for activations behind the same link."""
 
@@ -145,7 +184,11 @@ def time_updates(given: argparse.Namespace) -> None:
     """The table of updates."""
     elements = int(given.millions * 1e6) // ROWS
     cases = OVER_LINK if given.link else CASES
-    made = [make(case, elements, given.piece_mb, given.folder, given.link) for case in cases]
+    piece, folder, link, masters = given.piece_mb, given.folder, given.link, given.masters
+    made = [make(case, elements, piece, folder, link, masters=masters) for case in cases]
+    for optimizer, _ in made:
+        if isinstance(optimizer, SlowerHost):
+            optimizer.times = given.slower
     times: list[list[tuple[float, float]]] = [[] for _ in cases]
     for number in range(given.rounds + 1):
         for index in rotated(range(len(cases)), number):
@@ -161,7 +204,7 @@ def time_updates(given: argparse.Namespace) -> None:
     for case, (optimizer, memory), taken in zip(cases, made, times, strict=True):
         state, gradients, update = case
         wall, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
-        loads, stores = moved(case, elements * ROWS, is_linked=given.link > 0)
+        loads, stores = moved(case, elements * ROWS, is_linked=link > 0, masters=masters)
         plain = floor_of(given.folder if "file" in (state, gradients) else "", loads, stores)
         floor = max(loads, stores) / given.link / 1e9 if given.link else plain
         is_staged = isinstance(optimizer, OffloadedAdamW) and update == "device"
@@ -218,7 +261,13 @@ def rotated(indices: Sequence[int], by: int) -> list[int]:
 
 
 def make(
-    case: tuple[Place, Place, Update], elements: int, piece_mb: float, folder: str, link: float = 0
+    case: tuple[Place, Place, Where],
+    elements: int,
+    piece_mb: float,
+    folder: str,
+    link: float = 0,
+    *,
+    masters: bool = False,
 ) -> tuple[Optimizer, StateMemory]:
     """An optimizer of `ROWS` parameters with gradients, and its memory."""
     state, gradients, update = case
@@ -227,13 +276,17 @@ def make(
     )
     memory = LinkedMemory(config, link) if link else StateMemory(config, CPU)
     settings = [ParameterSettings(0.1)] * ROWS
-    parameters = [torch.randn(elements) for _ in range(ROWS)]
+    if masters and state != "device":
+        parameters: list[Tensor] = memory.zeros("optimizer", [(elements,)] * ROWS, torch.float32)
+    else:
+        parameters = [torch.randn(elements) for _ in range(ROWS)]
     sums: list[Tensor] = memory.zeros("gradients", [(elements,)] * ROWS, torch.float32)
     for tensor in sums:
         tensor.normal_()
     if not memory.stages_updates:
         return AdamW(parameters, sums, settings, OptimizerConfig()), memory
-    return OffloadedAdamW(parameters, sums, settings, OptimizerConfig(), {}, memory), memory
+    kind = SlowerHost if link and update == "host" else OffloadedAdamW
+    return kind(parameters, sums, settings, OptimizerConfig(), {}, memory), memory
 
 
 def timed(optimizer: Optimizer, step: int) -> tuple[float, float]:
@@ -243,15 +296,17 @@ def timed(optimizer: Optimizer, step: int) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def moved(case: tuple[Place, Place, Update], elements: int, *, is_linked: bool) -> tuple[int, int]:
-    """Bytes that an update (reads, writes)."""
+def moved(
+    case: tuple[Place, Place, Where], elements: int, *, is_linked: bool, masters: bool
+) -> tuple[int, int]:
+    """Bytes that an update (reads, writes). masters: parameters lie with the moments."""
     state, gradients, update = case
     if update == "host":  # what lies on the device comes to the host, if it is another memory
         sums = 4 * elements if gradients == "device" and is_linked else 0
-        parameters = 4 * elements if is_linked else 0
+        parameters = 4 * elements if is_linked and not masters else 0
         return sums + parameters, parameters
-    moments = 8 * elements if state != "device" else 0
-    return moments + (4 * elements if gradients != "device" else 0), moments
+    written = (8 + 4 * masters) * elements if state != "device" else 0
+    return written + (4 * elements if gradients != "device" else 0), written
 
 
 def floor_of(folder: str, loads: int, stores: int, piece: int = 16 * 2**20) -> float:
