@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.lab.shifting import PAUSED, Action, Moment, ShiftRules, decide
 from holdfast_lab.engine.clock import Process, run_process
 from holdfast_lab.engine.ledger import Ledger
+from holdfast_lab.engine.shifting import PAUSED, Action, Moment, ShiftRules, decide
 from holdfast_lab.traces.events import TraceEvent
 
 _DAY_S = 86400.0

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.lab.clocks import NodePower
 from benchmarks.lab.energy import Choice, EnergyOutcome, EnergyRun, EnergyStudy, Hour, hours_of
-from benchmarks.lab.shifting import Action, Moment, ShiftRules, decide
 from benchmarks.runtime.interrupting import run_main
 from holdfast.errors import DataError
+from holdfast_lab.engine.clocks import NodePower
+from holdfast_lab.engine.shifting import Action, Moment, ShiftRules, decide
 from holdfast_lab.traces.events import TraceEvent
 from holdfast_lab.traces.generators import make_trace
 from holdfast_lab.traces.node_changes import ReadOptions

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.lab.clocks import NodePower
 from benchmarks.lab.energy import EnergyRun, EnergyStudy, Hour, hours_of
-from benchmarks.lab.shifting import PAUSED, Action, Moment, ShiftRules, decide
 
+from holdfast_lab.engine.clocks import NodePower
+from holdfast_lab.engine.shifting import PAUSED, Action, Moment, ShiftRules, decide
 from holdfast_lab.traces.events import TraceEvent
 from holdfast_lab.traces.generators import make_trace
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.lab.clocks import LEAST_CLOCK, NodePower
 from benchmarks.runtime.accelerator.settings import Settings
 from benchmarks.runtime.accelerator.several import BUS_FACTORS, NodeLayout, parity
 from benchmarks.runtime.accelerator.table import Row, in_groups
@@ -14,6 +13,7 @@ from benchmarks.runtime.gpu import ROWS, SUITE
 from benchmarks.runtime.gpus import SUITE as SEVERAL
 from benchmarks.runtime.precision import PRECISIONS, QUANTIZED, STATES, curve_of, differences
 
+from holdfast_lab.engine.clocks import LEAST_CLOCK, NodePower
 from tests.support.commands import Outcome, apart
 
 

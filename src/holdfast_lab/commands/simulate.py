@@ -61,7 +61,8 @@ Machines = Annotated[
 Policies = Annotated[
     list[str] | None,
     typer.Option(
-        help="holdfast (the default), restart, torchft, bamboo, varuna, parcae or acute; repeatable"
+        help="holdfast (the default), powered-down, steady-cap, carbon-cap "
+        "(docs/studies/energy.md), restart, torchft, bamboo, varuna, parcae or acute; repeatable"
     ),
 ]
 Sweeps = Annotated[

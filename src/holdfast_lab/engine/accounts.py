@@ -23,6 +23,7 @@ class Meter:
     usd_per_s: float = 0.0
     grams_per_joule: float = 0.0
     nodes: int = 0
+    is_idle_off: bool = False  # nodes that are not in use are powered down
 
     def observe(self, event: TraceEvent) -> None:
         if event.kind == "price":
@@ -59,7 +60,8 @@ class Meter:
 
     def add_energy(self, ledger: Ledger, seconds: float, used: int, watts: float) -> None:
         """Seconds pass. watts: of the nodes in use; the rest are idle."""
-        joules = (watts + max(0, self.nodes - used) * self.costs.idle_watts) * seconds
+        idle = 0.0 if self.is_idle_off else self.costs.idle_watts
+        joules = (watts + max(0, self.nodes - used) * idle) * seconds
         ledger.joules += joules
         ledger.grams_co2 += joules * self.grams_per_joule
 

@@ -16,6 +16,7 @@ from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RUNG_S, RecoveryCosts
 from holdfast.policy.membership.state import node_timeout_s
 from holdfast.report.history.history import read_history, rung_prices
+from holdfast_lab.engine.capped import CLOCKS, capped
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of
@@ -114,8 +115,11 @@ def study_of(
             made = planned_cost(model, best.choice, best.cost)
             cost = replace(made, costs=variant.settings.costs(made.costs))
             words = " ".join(part for part in (name, variant.words) if part)
-            ours = name == OURS
-            maker = _ours(request, variant.settings, prices) if ours else makers[name]
+            maker = makers[name]
+            if name == OURS or name in CLOCKS:
+                maker = _ours(request, variant.settings, prices)
+            if name in CLOCKS:
+                maker = capped(name, maker)
             case = Case(words, maker, cost)
             steps = request.loaded.config.train.steps if asked.is_until_done else inf
             tokens = request.problem.workload.step_tokens * steps

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from holdfast.layout import Topology
 from holdfast.policy.membership.state import MembershipRules
@@ -176,6 +176,11 @@ class View(Protocol):
         ...
 
     @property
+    def intensity(self) -> float:
+        """Grams of CO2 a kilowatt-hour, the mean of the nodes that are there."""
+        ...
+
+    @property
     def unsaved_s(self) -> float:
         """Seconds of work since the newest save, of any tier."""
         ...
@@ -255,6 +260,20 @@ class Policy(Protocol):
 
     def slowdown(self, view: View) -> float:
         """Factor by which steps take longer, at least 1, from `slow` of the nodes in use."""
+        ...
+
+
+@runtime_checkable
+class PowerPolicy(Protocol):
+    """A policy that also says what nodes draw. It is asked again at each of its reviews."""
+
+    @property
+    def is_idle_off(self) -> bool:
+        """Return True if nodes that are not in use are powered down."""
+        ...
+
+    def watts(self, view: View) -> float:
+        """Watts of the nodes in use while they train. `view.point` is set."""
         ...
 
 

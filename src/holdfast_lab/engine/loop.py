@@ -26,6 +26,7 @@ from holdfast_lab.engine.interfaces import (
     Node,
     OperatingPoint,
     Policy,
+    PowerPolicy,
     Transition,
 )
 from holdfast_lab.engine.ledger import Ledger
@@ -73,11 +74,15 @@ class Simulation(Process[Sequence[TraceEvent]]):
     _is_training: bool = False
     _watts: float = 0.0
     _dirty: bool = True
+    _power: PowerPolicy | None = None
 
     def __post_init__(self) -> None:
         best = self.cost.point(self.cost.wanted)
         self.nodes = self.fleet.nodes
         self.accounts = Accounts(self.cost)
+        if isinstance(self.policy, PowerPolicy):
+            self._power = self.policy
+            self.accounts.meter.is_idle_off = self.policy.is_idle_off
         self.progress = Progress(best.tokens_per_s * best.step_s if best else 0.0)
 
     # --- the policy's view ----------------------------------------------------------------------
@@ -88,6 +93,12 @@ class Simulation(Process[Sequence[TraceEvent]]):
     @property
     def tokens(self) -> float:
         return self.progress.tokens
+
+    @property
+    def intensity(self) -> float:
+        meter = self.accounts.meter
+        meter.count(self.nodes.values(), len(self.nodes))  # a price may have come just now
+        return meter.grams_per_joule * 3.6e6
 
     @property
     def unsaved_s(self) -> float:
@@ -205,7 +216,11 @@ class Simulation(Process[Sequence[TraceEvent]]):
             self._plan(decision.transition, bool(change.lost))
         elif change.lost:
             raise RuntimeError(f"{self.policy.name} has no answer to a loss of nodes in use")
-        elif change.slowed and self.point is not None and not self._pauses:
+        elif (
+            (change.slowed or self._power is not None)
+            and self.point is not None
+            and not self._pauses
+        ):
             self._set_rate()
 
     def _plan(self, transition: Transition, is_loss: bool) -> None:
@@ -284,7 +299,7 @@ class Simulation(Process[Sequence[TraceEvent]]):
 
     def _set_rate(self) -> None:
         assert self.point is not None
-        self._watts = self.point.watts
+        self._watts = self.point.watts if self._power is None else self._power.watts(self)
         self.progress.set_rate(self.point.tokens_per_s / max(1.0, self.policy.slowdown(self)))
 
     def _ask_saves(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from holdfast.errors import ConfigError, unknown_name
+from holdfast_lab.engine.capped import CLOCKS, capped
 from holdfast_lab.engine.holdfast import holdfast
 from holdfast_lab.engine.interfaces import CostModel, Policy, PolicyMaker
 from holdfast_lab.rivals.acute import HierarchyPolicy
@@ -44,6 +45,8 @@ POLICIES: Mapping[str, Callable[[CostModel], Policy]] = {
 
 def policy_named(name: str) -> PolicyMaker:
     """The policy of a trainer. Raises ConfigError for a name that is not known."""
+    if name in CLOCKS:
+        return capped(name, holdfast)
     if name not in POLICIES:
-        raise unknown_name(ConfigError, "policy", name, POLICIES, "--policy")
+        raise unknown_name(ConfigError, "policy", name, [*POLICIES, *CLOCKS], "--policy")
     return POLICIES[name]

@@ -22,6 +22,8 @@ from holdfast.report.formatting import format_duration
 from holdfast.show.output import print_json, print_table, say
 from holdfast_platform.clouds.job_specs import JOBS, ServiceSettings
 from holdfast_platform.clouds.mix import Mix, Need, choose_mix
+from holdfast_platform.commands.cloud_follow import end, follow
+from holdfast_platform.commands.cloud_trials import trials
 
 NEED_SECRET = ("sagemaker", "vertex", "azure-ml", "runpod")
 NEED_MACHINE = ("sagemaker", "vertex", "azure-ml")
@@ -195,6 +197,11 @@ def spec(
     sys.stdout.write(yaml_tree.dump(body) if is_yaml else json_module.dumps(body, indent=2) + "\n")
     if service == "sagemaker" and spot:
         say("SageMaker takes back all spot nodes of a job at once; the run resumes after it")
+
+
+app.command()(follow)
+app.command()(end)
+app.command()(trials)
 
 
 def _types(catalogue: Path, accelerator: str, cloud: str) -> list[MachineType]:

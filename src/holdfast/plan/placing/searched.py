@@ -342,7 +342,7 @@ def _fixed(config: RunConfig, limits: Limits) -> Limits:
     if len(config.train.recompute_words) > 1:  # a word for each stage
         limits = replace(limits, pp=config.layout.pp)
     if config.lora.rank:
-        limits = replace(limits, zero=(1,), **adapter_degrees(config))
+        limits = replace(limits, zero=(1,)).with_degrees(adapter_degrees(config))
     if unmodelled_option(config):  # the curve depends on it
         limits = replace(limits, dp_shard=config.layout.dp_shard)
     return limits

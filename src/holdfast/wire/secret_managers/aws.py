@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.wire.secret_managers.request import Ask, SecretManagerError, ask_json
+from holdfast.wire.secret_managers.request import Ask, SecretManagerError, ask_json, json_object
 
 SERVICE = "secretsmanager"
 METADATA_URL = "http://169.254.169.254"
@@ -33,35 +33,69 @@ class Credentials:
 
 def read(name: str, environ: Mapping[str, str], ask: Ask) -> str:
     """Return the text of a secret. Raises SecretManagerError."""
-    metadata = _Metadata(environ, ask)
-    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-    if not region and name.startswith("arn:"):
-        region = name.split(":")[3]
-    region = region or metadata.get("placement/region")
-    url = (
-        environ.get("AWS_ENDPOINT_URL_SECRETS_MANAGER")
-        or environ.get("AWS_ENDPOINT_URL")
-        or f"https://{SERVICE}.{region}.amazonaws.com"
-    ).rstrip("/") + "/"
-    body = json.dumps({"SecretId": name}).encode()
     headers = {
         "content-type": "application/x-amz-json-1.1",
-        "host": urlsplit(url).netloc,
-        "x-amz-date": datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"),
         "x-amz-target": f"{SERVICE}.GetSecretValue",
     }
-    credentials = _credentials(environ, ask, metadata)
-    if credentials.token:
-        headers["x-amz-security-token"] = credentials.token
-    headers["authorization"] = authorization(credentials, region, headers, body)
-    value = ask_json(ask, "POST", url, headers, body).get("SecretString")
+    region = name.split(":")[3] if name.startswith("arn:") else ""
+    service = AwsService(SERVICE, environ, ask, region, endpoint="SECRETS_MANAGER")
+    found = json_object(service.post(headers, json.dumps({"SecretId": name}).encode()))
+    value = found.get("SecretString")
     if not isinstance(value, str):
         raise SecretManagerError("the secret is no text")
     return value
 
 
+class AwsService:
+    """A service of AWS that takes signed POSTs to "/", in the region of the environment, else in
+    `region`, else in this machine's.
+
+    endpoint: in AWS_ENDPOINT_URL_<endpoint>, the variable of another address; the service's name if
+    left out. host: before `.<region>.amazonaws.com`; the service's name if left out.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        environ: Mapping[str, str],
+        ask: Ask,
+        region: str = "",
+        endpoint: str = "",
+        host: str = "",
+    ) -> None:
+        self._service, self._environ, self._ask = service, environ, ask
+        self._metadata = _Metadata(environ, ask)
+        self.region = (
+            environ.get("AWS_REGION")
+            or environ.get("AWS_DEFAULT_REGION")
+            or region
+            or self._metadata.get("placement/region")
+        )
+        self._url = (
+            environ.get(f"AWS_ENDPOINT_URL_{endpoint or service.upper()}")
+            or environ.get("AWS_ENDPOINT_URL")
+            or f"https://{host or service}.{self.region}.amazonaws.com"
+        ).rstrip("/") + "/"
+
+    def post(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """Return the answer's body. Raises SecretManagerError."""
+        found = dict(headers) | {
+            "host": urlsplit(self._url).netloc,
+            "x-amz-date": datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"),
+        }
+        credentials = _credentials(self._environ, self._ask, self._metadata)
+        if credentials.token:
+            found["x-amz-security-token"] = credentials.token
+        found["authorization"] = authorization(credentials, self.region, found, body, self._service)
+        return self._ask("POST", self._url, found, body)
+
+
 def authorization(
-    credentials: Credentials, region: str, headers: Mapping[str, str], body: bytes
+    credentials: Credentials,
+    region: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    service: str = SERVICE,
 ) -> str:
     """Return Signature Version 4 of a POST to "/". headers: by name in small letters, sorted."""
     names = sorted(headers)
@@ -69,7 +103,7 @@ def authorization(
     lines = "".join(f"{name}:{headers[name].strip()}\n" for name in names)
     request = f"POST\n/\n\n{lines}\n{signed}\n{hashlib.sha256(body).hexdigest()}"
     moment = headers["x-amz-date"]
-    scope = f"{moment[:8]}/{region}/{SERVICE}/aws4_request"
+    scope = f"{moment[:8]}/{region}/{service}/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
     key = f"AWS4{credentials.secret}".encode()
     for part in scope.split("/"):

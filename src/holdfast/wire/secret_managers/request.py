@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
+_XML_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,80})</Code>")  # of an error of EC2
 
 
 class SecretManagerError(Exception):
@@ -42,8 +44,13 @@ def ask_json(
     send: Ask, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
 ) -> dict[str, Any]:
     """As `send`; the answer is a JSON object."""
+    return json_object(send(method, url, headers, body))
+
+
+def json_object(answer: bytes) -> dict[str, Any]:
+    """Raises SecretManagerError for an answer that is no JSON object."""
     try:
-        value = json.loads(send(method, url, headers, body))
+        value = json.loads(answer)
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -61,7 +68,8 @@ def _error_words(body: bytes) -> str:
     try:
         value = json.loads(body)
     except ValueError:
-        return ""
+        found = _XML_CODE.search(body)
+        return f" ({found[1].decode()})" if found else ""
     if not isinstance(value, dict):
         return ""
     inner = value.get("error")

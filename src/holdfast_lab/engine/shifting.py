@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.lab.clocks import NodePower, clocks
+from holdfast_lab.engine.clocks import NodePower, clocks
 
 _JOULES_PER_KWH = 3.6e6
 _HALVINGS = 25
