@@ -226,8 +226,7 @@ class MemoryUsed(Event, kind="memory_used", absent_if_empty={"transfers"}):
     rank: int
     bytes: int  # of the process alone: neither files nor memory that it shares, as an arena
     device_bytes: int = 0  # the most that tensors took on its device so far; 0: it has none
-    # What was copied from places outside of the device and back since the sample before:
-    # kind -> [bytes, seconds of copies, seconds that the rank waited for them].
+    # Since the last sample, by kind: [bytes, seconds of copies, seconds that the rank waited].
     transfers: dict[str, list[float]] = field(default_factory=dict)
 
 

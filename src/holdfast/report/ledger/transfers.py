@@ -20,7 +20,7 @@ class TransferSum:
 
     @property
     def hidden(self) -> float:
-        """The share of the copies' time in which the worker went on."""
+        """The share of the copies' time in which a worker did not wait."""
         return max(0.0, 1.0 - self.waited / self.seconds) if self.seconds else 0.0
 
 

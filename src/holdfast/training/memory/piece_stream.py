@@ -1,7 +1,7 @@
 """Brings pieces of a rank's state to the device, one after another, and takes them back.
 
-While piece i is updated, one thread reads piece i + 1 and another one writes piece i - 1 back, so
-both directions of a link are used at once. There are three sets of buffers: a read begins when the
+While piece i is updated, one thread reads piece i + 1 and another one writes piece i - 1 back. So
+both directions of a link are used at once. There are three sets of buffers. A read begins when the
 write of the piece three before it is done. On an accelerator one stream copies to the device and
 another one from it. If the state lies in locked memory, they copy from there and to there. State in
 files goes through buffers in locked memory.
@@ -243,7 +243,7 @@ class PieceStream:
         return any(buffer.host is not None for buffer in buffers), on_device
 
     def _host_stream(self, direction: int) -> AbstractContextManager[object]:
-        """Where an update on the host copies from a device and to it: the thread waits for both."""
+        """The stream of copies that an update on the host makes; the thread waits for them."""
         if self._streams is None or not self._memory.updates_on_host:
             return nullcontext()
         return self._streams[direction]

@@ -1,6 +1,6 @@
 """Counts how long copies of a rank's state take, and how long its work waits for them.
 
-The share hidden is 1 - waited seconds / seconds of copies. Where two lanes copy at the same time,
+The share hidden is 1 - waited seconds / seconds of copies. If two lanes copy at the same time,
 the seconds are those of the busier one: a lane does not hide the other. On an accelerator events of
 its streams tell both, and they are read when they have happened. A wait of the host counts there,
 too: so a share is rather too low than too high.
