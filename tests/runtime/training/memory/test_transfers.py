@@ -13,7 +13,7 @@ from holdfast.training.memory.transfers import LOADS, STORES, WAITED, TransferAc
 
 def test_a_lane_does_not_hide_another_one() -> None:
     """Two lanes copy at once while nothing else is done: nothing is hidden."""
-    account, both = TransferAccount(), threading.Barrier(2, timeout=60)
+    account, both = TransferAccount(), threading.Barrier(3, timeout=60)
     release = threading.Event()
 
     def copy(slot: int) -> None:
@@ -25,7 +25,8 @@ def test_a_lane_does_not_hide_another_one() -> None:
     with account.timed({"optimizer": 300, "gradients": 100}, WAITED):
         for thread in threads:
             thread.start()
-        threading.Timer(0.05, release.set).start()
+        both.wait()
+        release.set()
         for thread in threads:
             thread.join()
     found = account.take()
