@@ -12,11 +12,11 @@ tokens), with activations in each place.
 `hidden` is 1 - waited seconds / seconds of copies (`training/memory/transfers.py`).
 
 With `--link` GB/s, what passes between host and device goes over an emulated link. It has that
-speed in each direction, both at once. The copies are real; then their thread sleeps until the link
-would be done, and takes no processor, as a DMA engine. `--ratio` scales the link
-to this CPU: the copy of a gradient takes that part of the time of the host's AdamW. A card on PCIe
-5.0 has some 50 GB/s, and 8 channels of DDR5 some 200 GB/s. AdamW takes 28 bytes of an element: (4
-/ 50) / (28 / 200) = 0.57. That is arithmetic, no measurement. This CPU plays device and host: the
+speed in each direction, both at once. The copies are real. Then their thread sleeps until the link
+would be done, and takes no processor, as a DMA engine. `--ratio` scales the link to this CPU: the
+copy of a gradient takes that part of the time of the host's AdamW. A card on PCIe 5.0 has some 50
+GB/s, and 8 channels of DDR5 have some 200 GB/s. AdamW takes 28 bytes of an element, and a gradient
+has 4 bytes. So the ratio is (4 / 50) / (28 / 200) = 0.57. That is arithmetic, no measurement. This CPU plays device and host: the
 host's AdamW runs `--slower` times (20: 4 TB/s of the device to 200 GB/s), of which all but one are
 on scratch. So real copies are a small part of the link's time. The floor is the time of the bytes
 on the link, in the busier direction. `memcpy s` is the time of plain copies. With `--masters` fp32
