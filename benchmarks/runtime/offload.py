@@ -16,12 +16,13 @@ speed in each direction, both at once. The copies are real. Then their thread sl
 would be done, and takes no processor, as a DMA engine. `--ratio` scales the link to this CPU: the
 copy of a gradient takes that part of the time of the host's AdamW. A card on PCIe 5.0 has some 50
 GB/s, and 8 channels of DDR5 have some 200 GB/s. AdamW takes 28 bytes of an element, and a gradient
-has 4 bytes. So the ratio is (4 / 50) / (28 / 200) = 0.57. That is arithmetic, no measurement. This CPU plays device and host: the
-host's AdamW runs `--slower` times (20: 4 TB/s of the device to 200 GB/s), of which all but one are
-on scratch. So real copies are a small part of the link's time. The floor is the time of the bytes
-on the link, in the busier direction. `memcpy s` is the time of plain copies. With `--masters` fp32
-parameters lie with the moments, as in bf16 without shards. (What is computed with is then copied
-after the update, in bf16: 2 bytes an element, which is not in the table.)
+has 4 bytes. So the ratio is (4 / 50) / (28 / 200) = 0.57. That is arithmetic, no measurement. This
+CPU plays device and host. The host's AdamW runs `--slower` times, all but one of them on scratch.
+20 is 4 TB/s of the device to 200 GB/s. So real copies are a small part of the link's time. The
+floor is the time of the bytes on the link, in the busier direction. `memcpy s` is the time of plain
+copies. With `--masters` fp32 parameters lie with the moments, as in bf16 without shards. (What is
+computed with is then copied after the update, in bf16: 2 bytes an element, which is not in the
+table.)
 
     python -m benchmarks.runtime.offload [--millions 16] [--rounds 7] [--piece-mb 16] [--folder F]
                                 [--shape 15m] [--link GB/S | --ratio 0.57] [--slower 20] [--masters]
