@@ -3,6 +3,7 @@
 # make test         every check that a change has to pass; what fails is run once more, alone
 # make flaky        tests N times while all cores are busy: make flaky TESTS=tests/runtime/wire N=20
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
+# make test-fp8     the tests of fp8 with torchao, in an environment of their own
 # make campaign     the long tests (marker slow), and what the next two lines name
 # make campaign-bucket  tests of several nodes once more, with a bucket in place of their folder
 # make campaign-ceph    runs without a shared disk on a Ceph, where its commands are installed
@@ -38,7 +39,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest flaky test-torch campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel image pictures clean
+.PHONY: install install-dev quickstart test lint pytest flaky test-torch test-fp8 campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel image pictures clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -124,6 +125,15 @@ $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH).*'
 	$(@D)/bin/python -m pip install --quiet --no-compile -c $(@D)/constraints.txt -e '.[dev]'
+	@touch $@
+
+test-fp8: $(VENV)-fp8/.installed
+	$(ONE_THREAD) $(VENV)-fp8/bin/python -m pytest -m slow tests/runtime/training/test_float8.py
+
+$(VENV)-fp8/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,fp8]'
 	@touch $@
 
 docs: $(VENV)/.installed

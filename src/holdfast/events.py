@@ -220,12 +220,14 @@ class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at", "exchange
         return "samples" if self.tokens == self.samples else "tokens"
 
 
-class MemoryUsed(Event, kind="memory_used"):
+class MemoryUsed(Event, kind="memory_used", absent_if_empty={"transfers"}):
     """Memory of a rank's process after step `step`; written a few times a minute."""
 
     rank: int
     bytes: int  # of the process alone: neither files nor memory that it shares, as an arena
     device_bytes: int = 0  # the most that tensors took on its device so far; 0: it has none
+    # Since the last sample, by kind: [bytes, seconds of copies, seconds that the rank waited].
+    transfers: dict[str, list[float]] = field(default_factory=dict)
 
 
 class StateDiffers(Event, kind="state_differs"):

@@ -1,7 +1,7 @@
 """float8 products (`train.precision: fp8`), as torchao emulates them on a CPU.
 
 torchao is no part of the tests' environment, so these run where it is installed:
-`pip install 'holdfast[fp8]'`.
+`make test-fp8`, or `pip install 'holdfast[fp8]'`.
 """
 
 from __future__ import annotations

@@ -220,6 +220,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     rules = [
         ("train.memory.folder", not in_files, "no state in a file"),
         ("train.memory.piece_mb", not memory.moves_state, "all state on the device"),
+        ("train.memory.update", not memory.moves_state, "all state on the device"),
         ("checkpoint.every_steps", adaptive, "checkpoint.interval adaptive"),
         ("checkpoint.every_seconds", adaptive, "checkpoint.interval adaptive"),
         ("checkpoint.min_seconds", not adaptive, "checkpoint.interval fixed"),

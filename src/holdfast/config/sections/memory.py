@@ -40,7 +40,10 @@ class MemoryConfig(Section):
     """place of what blocks keep for the backward pass; it is brought back one block ahead"""
     folder: str = Field("", description="existing folder of the files, on a local disk (NVMe)")
     piece_mb: float = Field(16, gt=0)
-    """MB of one tensor that an update brings to the device at a time"""
+    """MB of one tensor that an update copies at a time"""
+    update: Literal["device", "host"] = "device"
+    """where AdamW runs if state was moved; host: fewer bytes move, and on an accelerator the bits
+    are those of the host's processor"""
 
     def broken_rules(self) -> Iterator[str]:
         for key in (*MOVABLE, "activations"):

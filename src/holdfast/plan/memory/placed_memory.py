@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.memory import DEVICE, FILE, PLACES
+from holdfast.config.sections.memory import DEVICE, FILE, HOST, PLACES
 from holdfast.core.sharding.optimizer_state import ParameterSettings, parameter_settings
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_parameters
@@ -50,11 +50,13 @@ def placed_memory(
     memory = config.train.memory
     places: dict[str, int] = dict.fromkeys(PLACES, 0)
     staging = _staged_bytes(config, table, replica, at, held)
-    places[DEVICE] += held.parameters - held.masters - held.shards + staging
+    places[DEVICE] += held.parameters - held.masters - held.shards
+    places[memory.update] += staging
+    on_device = staging if memory.update == DEVICE else 0
     places[memory.parameters] += held.shards
     places[memory.optimizer] += held.moments + held.masters
     places[memory.gradients] += gradients
-    return PlacedMemory(**places, staging=staging, gradients=gradients)
+    return PlacedMemory(**places, staging=on_device, gradients=gradients)
 
 
 def placed_by_rank(config: RunConfig, topology: Topology) -> tuple[PlacedMemory, ...]:
@@ -107,12 +109,16 @@ def bytes_in_memory(config: RunConfig, held: RankMemory) -> int:
 def _staged_bytes(
     config: RunConfig, table: StateTable, replica: Replica, at: Coordinate, held: RankMemory
 ) -> int:
-    """Bytes of the pieces that an update brings to the device."""
+    """Bytes of the pieces that an update uses through buffers."""
     memory, state = config.train.memory, ITEM_BYTES[STATE_DTYPE[config.train.precision]]
-    tensors = 0 if memory.optimizer == DEVICE else 2 + (held.masters > 0)
-    tensors += memory.gradients != DEVICE
-    tensors += memory.parameters != DEVICE and held.shards > 0
-    if not tensors:
+    parameters = memory.optimizer if held.masters else memory.parameters if held.shards else DEVICE
+    places = (memory.optimizer, memory.optimizer, parameters, memory.gradients)
+    if memory.update == HOST:
+        far = {FILE} if device_kind(config) == "cpu" else {FILE, DEVICE}
+    else:
+        far = {HOST, FILE}
+    tensors = sum(place in far for place in places)
+    if not tensors or not memory.moves_state:
         return 0
     specs = {spec.name: spec for spec in table}
     groups: dict[ParameterSettings, list[tuple[int, int]]] = {}

@@ -38,6 +38,7 @@ from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.planned import Morph, PlanBook, PlanComparison
 from holdfast.report.ledger.timeledger import TimeLedger
+from holdfast.report.ledger.transfers import TransferSum, add_transfers
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_term
@@ -165,6 +166,7 @@ class History:
     branch: RunBranched | None = None  # which run, and which step of it, this one continues
     holes: tuple[str, ...] = ()  # sentences: what the journal should have and does not tell
     memory: tuple[MemoryPoint, ...] = ()  # of all workers, in the order of the journal
+    transfers: Mapping[str, TransferSum] = field(default_factory=dict)  # by kind of state
     experts: Mapping[int, list[int]] = field(default_factory=dict)  # block -> choices by expert
     dropped_choices: int = 0  # of these, for lack of capacity
     loads_with_copies: Mapping[int, RankLoads] = field(default_factory=dict)  # by block
@@ -313,6 +315,7 @@ class _HistoryBuilder:
     cadence: dict[int, SaveInterval] = field(default_factory=dict)
     branch: RunBranched | None = None
     memory: list[MemoryPoint] = field(default_factory=list)
+    transfers: dict[str, TransferSum] = field(default_factory=dict)
     experts: ExpertLoad = field(default_factory=ExpertLoad)
     plan: PlanBook = field(default_factory=PlanBook)
 
@@ -339,6 +342,7 @@ class _HistoryBuilder:
         elif isinstance(event, StepDone):
             self._step(record.generation, event, elapsed, counts)
         elif isinstance(event, MemoryUsed):
+            self.transfers = add_transfers(self.transfers, event)
             self.memory.append(
                 MemoryPoint(
                     event.step, record.generation, event.rank, event.bytes, event.device_bytes
@@ -468,6 +472,7 @@ class _HistoryBuilder:
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
             branch=self.branch,
             memory=tuple(self.memory),
+            transfers=self.transfers,
             experts=self.experts.by_block,
             dropped_choices=self.experts.dropped,
             loads_with_copies=self.experts.with_copies,

@@ -82,6 +82,9 @@ def summary(
         newest = max(sample.generation for sample in history.memory)
         by_rank = {sample.rank: sample for sample in history.memory if sample.generation == newest}
         out["memory"] = [asdict(by_rank[rank]) for rank in sorted(by_rank)]
+    if history.transfers:
+        sums = history.transfers.items()
+        out["transfers"] = {kind: asdict(one) | {"hidden": one.hidden} for kind, one in sums}
     if history.holes:
         out["holes"] = list(history.holes)
     if curve:

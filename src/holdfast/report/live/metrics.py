@@ -25,6 +25,7 @@ from holdfast.events import (
     Evaluated,
     Event,
     GenerationStarted,
+    MemoryUsed,
     NonFinite,
     PeerFailed,
     Record,
@@ -38,6 +39,7 @@ from holdfast.machine.device_readings import DeviceReading, read_devices
 from holdfast.report.ledger.incidents import IncidentBook
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.timeledger import TimeLedger
+from holdfast.report.ledger.transfers import TransferSum, add_transfers
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
@@ -67,6 +69,10 @@ _RUN_GAUGES: dict[str, tuple[str, ...]] = {
         "Model FLOP utilisation, by the convention named: full "
         "counts all attention, causal halves it, task is what a task says",
         "convention",
+    ),
+    "transfers_hidden_ratio": (
+        "Share of the seconds of copies to other places in which no worker waited, so far",
+        "state",
     ),
     "goodput_ratio": ("Useful training time over wall time", "window"),
     # A gauge, not a counter: steps that must be done again move from productive to rework.
@@ -141,6 +147,7 @@ class RunMetrics:
         self._ledger = TimeLedger()
         self._book = IncidentBook()
         self._highest = 0  # newest step ever done
+        self._transfers: dict[str, TransferSum] = {}  # by kind of state
         self._committed = 0  # newest committed step
         self._at_risk: list[tuple[int, float]] = []  # steps since the last commit, their seconds
         about = "Always 1; its labels describe the run"
@@ -217,6 +224,10 @@ class RunMetrics:
             self._at_risk = [pair for pair in self._at_risk if pair[0] <= event.step]
         elif isinstance(event, NonFinite):
             self._count("nonfinite_steps", 1)
+        elif isinstance(event, MemoryUsed):
+            self._transfers = add_transfers(self._transfers, event)
+            for kind in event.transfers:
+                self._set("transfers_hidden_ratio", self._transfers[kind].hidden, kind)
         elif isinstance(event, RequestsRefused):
             for listener, reasons in event.counts.items():
                 for reason, number in reasons.items():

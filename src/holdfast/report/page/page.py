@@ -23,6 +23,7 @@ from holdfast.report.formatting import (
 from holdfast.report.history.history import History
 from holdfast.report.history.summary import utilisations
 from holdfast.report.ledger.experts import heat_map, load_note
+from holdfast.report.ledger.transfers import transfer_note
 from holdfast.report.page import charts, tables, timeline
 from holdfast.report.page.charts import small_charts
 from holdfast.report.page.css import SCRIPT, style_sheet
@@ -93,7 +94,8 @@ def render_page(
                 on_both(lambda canvas: charts.curve(history, counts, canvas)),
             )
         )
-        parts.append(_section("Learning rate, gradient norm, memory", "", small_charts(history)))
+        note, charted = transfer_note(history.transfers), small_charts(history)
+        parts.append(_section("Learning rate, gradient norm, memory", note, charted))
     if history.experts:
         note = load_note(history.experts, history.dropped_choices, history.loads_with_copies)
         parts.append(_card("Load of the experts", note, heat_map(history.experts)))

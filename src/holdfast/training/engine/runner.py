@@ -226,7 +226,9 @@ class TrainingLoop:
         self.clock = clock
         self.replica_checker: ReplicaChecker | None = None
         self.timer = PhaseTimer(clock)
-        self.memory = MemoryMeter(engine.device, clock)
+        places = engine.parameters.memory
+        transfers = None if places is None or places.config.is_default else places.transfers
+        self.memory = MemoryMeter(engine.device, clock, transfers)
         at, last_step = engine.groups.coordinate, config.train.steps
         self.experts = ExpertMeter(engine.objective, at, last_step, clock)
         self.recorder, self.traffic = engine.groups.recorder, engine.groups.traffic
@@ -367,8 +369,9 @@ class TrainingLoop:
         if self.engine.groups.feeds_ledger:
             self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
         pauses = verdict.requests.pause
+        is_last = pauses or verdict.requests.stop or batch.step >= self.config.train.steps
         for sample in (
-            self.memory.sample_if_due(self.rank, batch.step),
+            self.memory.sample_if_due(self.rank, batch.step, is_last=is_last),
             self.experts.sample_if_due(self.rank, batch.step, is_pausing=pauses),
         ):
             if sample is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from holdfast.config.sections.memory import FILE, HOST
 from holdfast.training.memory.places import StateMemory, as_bytes
 from holdfast.training.memory.scratch_file import ScratchFile
+from holdfast.training.memory.transfers import LOADS, WAITED
 
 KIND = "activations"
 
@@ -144,7 +145,7 @@ class Copier:
     """
 
     def __init__(self, memory: StateMemory, room: Room) -> None:
-        self._room, self._device = room, memory.device
+        self._room, self._device, self._transfers = room, memory.device, memory.transfers
         on_host = memory.device.type == "cpu"
         self._stream = None if on_host else torch.Stream(memory.device)
         self._staging = None if on_host or isinstance(room, HostRoom) else HostRoom(memory)
@@ -161,14 +162,19 @@ class Copier:
     def wait(self, ticket: Ticket) -> None:
         """Let what the caller computes next come after the copies. Raises StateMemoryError."""
         if isinstance(ticket, torch.Event):
-            torch.accelerator.current_stream(self._device).wait_event(ticket)
-        else:
+            stream = torch.accelerator.current_stream(self._device)
+            before = stream.record_event(torch.Event(self._device, enable_timing=True))
+            stream.wait_event(ticket)
+            after = stream.record_event(torch.Event(self._device, enable_timing=True))
+            self._transfers.span(before, after, {KIND: 0}, WAITED)
+            return
+        with self._transfers.timed({KIND: 0}, WAITED):
             ticket.result()
 
     def _start(self, spot: Spot, parts: Parts, *, is_push: bool) -> Ticket:
         if self._stream is None:
             call = self._room.write if is_push else self._room.read
-            return self._pool.submit(_on_thread, call, spot, parts)
+            return self._pool.submit(self._on_thread, call, spot, parts)
         before = torch.accelerator.current_stream(self._device).record_event()
         if spot.host is None:
             return self._pool.submit(self._by_staging, spot, parts, before, is_push)
@@ -180,13 +186,18 @@ class Copier:
     ) -> torch.Event:
         assert self._stream is not None
         self._stream.wait_event(before)
+        nbytes = sum(tensor.nbytes for tensor, _ in parts)
+        begun = self._stream.record_event(torch.Event(self._device, enable_timing=True))
         with self._stream:
             while parts:
                 tensor, offset = parts.pop()
                 place = host[offset : offset + tensor.nbytes]
                 source, into = (tensor, place) if is_push else (place, tensor)
                 into.copy_(source, non_blocking=True)
-        return self._stream.record_event(torch.Event(self._device, blocking=True))
+        done = torch.Event(self._device, enable_timing=True, blocking=True)
+        self._stream.record_event(done)
+        self._transfers.span(begun, done, {KIND: nbytes}, LOADS)  # one lane in turn
+        return done
 
     def _by_staging(self, spot: Spot, parts: Parts, before: torch.Event, is_push: bool) -> None:
         """On the thread: by way of locked memory."""
@@ -201,11 +212,13 @@ class Copier:
             self._room.write(spot, 0, whole)
         self._staging.give(held)
 
-
-def _on_thread(call: Callable[[Spot, int, Tensor], None], spot: Spot, parts: Parts) -> None:
-    """Each part is let go of as soon as it is copied: nothing outlives the call here."""
-    with torch.no_grad():
-        while parts:
-            tensor, offset = parts.pop()
-            call(spot, offset, tensor)
-            del tensor
+    def _on_thread(
+        self, call: Callable[[Spot, int, Tensor], None], spot: Spot, parts: Parts
+    ) -> None:
+        """Each part is let go of as soon as it is copied: nothing outlives the call here."""
+        nbytes = sum(tensor.nbytes for tensor, _ in parts)
+        with torch.no_grad(), self._transfers.timed({KIND: nbytes}, LOADS):
+            while parts:
+                tensor, offset = parts.pop()
+                call(spot, offset, tensor)
+                del tensor

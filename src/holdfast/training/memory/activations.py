@@ -30,13 +30,14 @@ _ALIGNMENT = 64  # bytes that a memory's place in a piece is a multiple of
 
 
 def move_activations(
-    blocks: Sequence[nn.Module], memory: StateMemory, *, is_compiled: bool
+    blocks: Sequence[nn.Module], memory: StateMemory, *, is_compiled: bool, room: Room | None = None
 ) -> None:
     """Change the blocks in place, after recomputation and before they are sharded.
 
-    is_compiled: compile each block, inside of the hooks.
+    is_compiled: compile each block, inside of the hooks. room: where they go; None: what the run
+    file names.
     """
-    mover = _Mover(memory)
+    mover = _Mover(memory, room or make_room(memory))
     for index, block in enumerate(blocks):
         forward = torch.compile(block.forward) if is_compiled else block.forward
         block.forward = _moving(mover, index, block, forward)
@@ -130,8 +131,8 @@ def _is_parameter(tensor: Tensor) -> bool:
 class _Mover:
     """The records of all blocks of a rank."""
 
-    def __init__(self, memory: StateMemory) -> None:
-        self._device, self._room = memory.device, make_room(memory)
+    def __init__(self, memory: StateMemory, room: Room) -> None:
+        self._device, self._room = memory.device, room
         self._copier: Copier | None = None
         self._memory = memory
         self._open: _Record | None = None  # of the block that runs

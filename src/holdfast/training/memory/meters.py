@@ -13,6 +13,7 @@ from holdfast.events import MemoryUsed
 from holdfast.layout import Coordinate
 from holdfast.model.decoder import Decoder
 from holdfast.model.experts import RoutedFeedForward
+from holdfast.training.memory.transfers import TransferAccount
 
 SAMPLE_INTERVAL_S = 10.0
 
@@ -20,23 +21,30 @@ SAMPLE_INTERVAL_S = 10.0
 class MemoryMeter:
     """The samples of one rank. A look costs some ten microseconds, and no disk is read."""
 
-    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
-        """clock: seconds; it does not jump."""
-        self._device, self._clock = device, clock
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float],
+        transfers: TransferAccount | None = None,
+    ) -> None:
+        """clock: seconds; it does not jump. transfers: what a sample tells of copies."""
+        self._device, self._clock, self._transfers = device, clock, transfers
         self._process = psutil.Process()
         self._next_at = clock()
 
-    def sample_if_due(self, rank: int, step: int) -> MemoryUsed | None:
-        """Return a sample, after the first step and then every `SAMPLE_INTERVAL_S`."""
+    def sample_if_due(self, rank: int, step: int, *, is_last: bool = False) -> MemoryUsed | None:
+        """Return a sample, after the first step and then every `SAMPLE_INTERVAL_S`; after the last
+        step too if there may be copies to tell of."""
         now = self._clock()
-        if now < self._next_at:
+        if now < self._next_at and not (is_last and self._transfers is not None):
             return None
         self._next_at = now + SAMPLE_INTERVAL_S
         found = self._process.memory_info()
         own = max(0, found.rss - getattr(found, "shared", 0))
         on_device = self._device.type != "cpu"
         most = int(torch.accelerator.max_memory_allocated(self._device)) if on_device else 0
-        return MemoryUsed(rank, own, most, step=step)
+        transfers = {} if self._transfers is None else self._transfers.take()
+        return MemoryUsed(rank, own, most, transfers, step=step)
 
 
 class ExpertMeter:

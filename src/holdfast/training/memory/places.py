@@ -26,6 +26,7 @@ from holdfast.core.sharding.update_pieces import ALIGNMENT
 from holdfast.parallel.torch_compat import unobserved
 from holdfast.training.memory.ledger import MemoryLedger
 from holdfast.training.memory.scratch_file import ScratchFile
+from holdfast.training.memory.transfers import TransferAccount
 
 Shape = tuple[int, ...]
 
@@ -45,6 +46,7 @@ class StateMemory:
 
     label: names the rank, for the moment in which its file has a name. movable: keys of `config`
     that a person may still change to use less of the device. ledger: counts the bytes.
+    transfers: counts copies between the places, and waits for them.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class StateMemory:
         movable: Sequence[str] = (),
     ) -> None:
         self.config, self.device = config, device
-        self.ledger = MemoryLedger(config.limit, movable)
+        self.ledger, self.transfers = MemoryLedger(config.limit, movable), TransferAccount()
         self._label, self._lock = label, threading.Lock()
         self._regions: list[_Region] = []  # outside of the device, by rising addresses
 
@@ -63,6 +65,18 @@ class StateMemory:
     def stages_updates(self) -> bool:
         """Return True if an update has to bring something to the device."""
         return self.config.moves_state
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Return True if the update runs on the host, wherever the state lies."""
+        return self.config.update == HOST
+
+    def is_staged(self, tensor: Tensor) -> bool:
+        """Return True for a tensor of the state that an update uses through a buffer."""
+        region = self._region_of(tensor)
+        if not self.updates_on_host:
+            return region is not None
+        return tensor.device.type != "cpu" or (region is not None and region.file is not None)
 
     def place_of(self, kind: str) -> Place:
         """Return the place of `optimizer`, `gradients` or `parameters` (shards of them)."""
@@ -97,10 +111,6 @@ class StateMemory:
             self.ledger.add(place, kind, flat.nbytes)
             parts = zip(torch.split(flat[: sum(sizes)], sizes), shapes, strict=True)
             return [part[: prod(shape)].view(shape) for part, shape in parts]
-
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that no `zeros` has put outside of the device."""
-        return self._region_of(tensor) is None
 
     def is_locked(self, tensor: Tensor) -> bool:
         """Return True for a tensor of `zeros` that an accelerator copies by itself."""

@@ -1,8 +1,9 @@
 """AdamW on state that does not lie on the device.
 
 The update is that of `train.optimizer.AdamW`, element by element. Each piece of the state comes to
-the device for it. So the place of the state changes no bit. (ZeRO-Offload, Ren et al., 2021, runs
-AdamW on the host instead. It moves fewer bytes, and the bits are then those of another processor.)
+the device for it. So the place of the state changes no bit. With `train.memory.update: host` the
+same fused kernel of torch runs on the host, as in ZeRO-Offload (Ren et al., 2021). That moves
+gradients and parameters in place of moments. Without an accelerator it changes no bit either.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class OffloadedAdamW:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of the device that an update takes for pieces."""
+        """Bytes that an update takes for pieces, where it runs."""
         return self._stream.staged_bytes
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -73,7 +74,8 @@ class OffloadedAdamW:
     def apply(self, step: int, learning_rate: float, divisor: float, microbatches: int = 1) -> None:
         """As `AdamW.apply`. Raises StateMemoryError if a file fails; the state is void then."""
         merge_buffers(self._parameters, self._gradients, self._merges, microbatches)
-        dtype, device = self._parameters[0].dtype, self._memory.device
+        dtype, memory = self._parameters[0].dtype, self._memory
+        device = torch.device("cpu") if memory.updates_on_host else memory.device
         adamw = adamw_of_step(self._config, step, learning_rate, divisor, dtype, device)
 
         def update(piece: UpdatePiece, staged: list[list[Tensor]]) -> None:
@@ -83,8 +85,8 @@ class OffloadedAdamW:
 
     def _new_stream(self) -> PieceStream:
         roles = [
-            StagedTensors(self._parameters, writes_back=True),
-            StagedTensors(self._gradients, writes_back=False),
-            *(StagedTensors(moment, writes_back=True) for moment in self._moments),
+            StagedTensors(self._parameters, writes_back=True, kind="parameters"),
+            StagedTensors(self._gradients, writes_back=False, kind="gradients"),
+            *(StagedTensors(each, writes_back=True, kind="optimizer") for each in self._moments),
         ]
         return PieceStream(self._memory, self._pieces, roles)

@@ -60,9 +60,10 @@ MOVED = (
 
 # --- an update ------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("update", ["device", "host"])
 @pytest.mark.parametrize("place", ["host", "file"])
 def test_an_update_in_pieces_has_the_same_bits(
-    dtype: torch.dtype, place: str, tmp_path: Path
+    dtype: torch.dtype, place: str, update: str, tmp_path: Path
 ) -> None:
     """Pieces of 4,096 elements, of tensors that do not divide by that, in two groups."""
     generator = torch.Generator().manual_seed(1)
@@ -71,7 +72,13 @@ def test_an_update_in_pieces_has_the_same_bits(
     settings = [ParameterSettings(0.1 if len(shape) > 1 else 0.0) for shape in SHAPES]
     config, piece = OptimizerConfig(), GRAIN * dtype.itemsize / 1e6
     places = MemoryConfig.model_validate(
-        {"optimizer": place, "gradients": place, "folder": str(tmp_path), "piece_mb": piece}
+        {
+            "optimizer": place,
+            "gradients": place,
+            "folder": str(tmp_path),
+            "piece_mb": piece,
+            "update": update,
+        }
     )
     memory = StateMemory(places, CPU)
     sums = [memory.zeros("gradients", [shape], dtype)[0] for shape in SHAPES]
@@ -91,6 +98,10 @@ def test_an_update_in_pieces_has_the_same_bits(
             assert right is not None
             assert torch.equal(left, right)
     assert os.listdir(tmp_path) == []  # a file has no name, so nothing is left
+    nbytes = {kind: int(sums[0]) for kind, sums in memory.transfers.take().items()}
+    one_way = 4 * dtype.itemsize * sum(tensor.numel() for tensor in plain)
+    stays = place == "host" and update == "host"  # nothing is copied
+    assert nbytes == ({} if stays else {"gradients": one_way, "optimizer": 4 * one_way})
 
 
 def test_pieces_cover_each_element_once() -> None:
