@@ -215,16 +215,21 @@ class Follower:
             self._say_once("the cloud sells too few nodes now; the loop asks again")
             return True
         if dict(mix.nodes) != self._target:
-            self._plan(mix, progress)
+            # Until the new nodes have joined, the old ones are paid for, too.
+            overlap = goal.change_h * sum(
+                offer.price * max(0, counts.get(offer.name, 0) - mix.nodes.get(offer.name, 0))
+                for offer in offers
+            )
+            self._plan(mix, progress, overlap)
         if not self._order(mix, offers, everything, counts, now):
             return False
         self._end_surplus(mix, live, progress)
         return True
 
-    def _plan(self, mix: Mix, progress: Progress) -> None:
+    def _plan(self, mix: Mix, progress: Progress, overlap: float) -> None:
         self._target = dict(mix.nodes)
         state = self._state
-        state.plan = state.spent + mix.cost
+        state.plan = state.spent + mix.cost + overlap
         state.first_plan = state.first_plan or state.plan
         nodes = ", ".join(f"{n} {_kind(name)}" for name, n in mix.nodes.items())
         late = "" if mix.in_time else "TOO LATE: "
