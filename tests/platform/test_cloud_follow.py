@@ -33,7 +33,7 @@ device: cpu
 folder: {folder}
 task: {{name: "tests.support.paced_task:Paced", args: {{pause: {pause}}}}}
 train:
-  steps: 180
+  steps: 140
   batch_size: 12
   microbatch_size: 2
   optimizer: {{learning_rate: 0.01, clip_norm: 0.05}}
@@ -50,11 +50,12 @@ def prices(path: Path, spot: float) -> None:
 def test_the_mix_follows_a_price_and_a_reclaim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses are those of an undisturbed run, and the dollars those of the instances' times. The
-    first loop is interrupted: a second one takes its instances over.
+    """The losses are those of an undisturbed run, and the dollars those of the instances' times.
 
-    A run of minutes cannot keep the plan's dollars, because a node starts for a good part of it.
-    `test_follow.py` has that, with a clock of the test."""
+    The first loop is interrupted: a second one takes its instances over. A run of minutes cannot
+    keep the plan's dollars, because a node starts for a good part of it. `test_follow.py` has that,
+    with a clock of the test.
+    """
     host, port = s3.server()
     environ = {**s3.CREDENTIALS, "AWS_REGION": "us-east-1"}
     environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "PYTHONPATH": str(ROOT)}
