@@ -17,7 +17,6 @@ from holdfast.core.sharding.parameters import Zeros as Zeros
 from holdfast.errors import TaskError as TaskError
 from holdfast.errors import UserError as UserError
 from holdfast.tasks.task.task import Batch as Batch
-from holdfast.tasks.task.task import Pipeline as Pipeline
 from holdfast.tasks.task.task import PipelineTask as PipelineTask
 from holdfast.tasks.task.task import Samples as Samples
 from holdfast.tasks.task.task import Task as Task

@@ -200,7 +200,7 @@ class RunFailed(Event, kind="run_failed"):
 
 
 # --- training -------------------------------------------------------------------------------
-class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at"}):
+class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at", "exchanges"}):
     """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
 
     loss: float  # nats per token, mean over the global batch
@@ -211,6 +211,8 @@ class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at"}):
     samples: int = 0
     phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
     skipped_at: float = 0.0  # fp16: the loss scale of gradients that overflowed; 0: not skipped
+    exchanges: dict[str, list[float]] = field(default_factory=dict)
+    """Kind of exchange -> [seconds under way, seconds for which the passes waited]; CPUs only."""
 
     @property
     def unit(self) -> str:
@@ -438,6 +440,15 @@ class SparesChanged(Event, kind="spares_changed"):
     """The coordinator has other spares than before."""
 
     nodes: list[str]  # that have joined and have no place in the generation
+
+
+class MajorityLacked(Event, kind="majority_lacked"):
+    """A node misses the coordinator, and it reaches no majority of the last generation's nodes."""
+
+    node: str
+    reached: list[str]  # nodes that miss the coordinator too, this one included
+    nodes: list[str]  # of the last generation; []: the node has a coordinator again
+    seconds: float  # until it continues without the others
 
 
 class StepPredicted(Event, kind="step_predicted"):

@@ -10,7 +10,6 @@ HOMES = {
     "Checkpoint": "holdfast.api.reading",
     "Normal": "holdfast.core.sharding.parameters",
     "Ones": "holdfast.core.sharding.parameters",
-    "Pipeline": "holdfast.tasks.task.task",
     "PipelineTask": "holdfast.tasks.task.task",
     "RunFile": "holdfast.api.training",
     "Samples": "holdfast.tasks.task.task",

@@ -80,7 +80,6 @@ def test_dated_counts_know_their_gaps() -> None:
     found = load_trace("\n".join(rows), "a.txt")
     assert (found.kind, found.step, found.started) == ("dated counts", 60, "2021-12-11 10:00:00")
     assert found.unknown == ((29 * 60, 7200),)
-    assert found.unknown_share == pytest.approx((7200 - 29 * 60) / 7260)
     assert _counts(found)[-1] == (7260, 2)
     lost = [len(gone) for _, gone, _ in found.instants() if gone]
     assert lost[-1] == 6

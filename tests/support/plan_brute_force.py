@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
-from math import inf, prod
+from math import gcd, inf, prod
 from random import Random
 
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
@@ -31,7 +31,31 @@ def least_step(problem: Problem, limits: Limits) -> float:
         cost = evaluator.cost(choice)
         if cost.fits:
             best = min(best, cost.step_s)
+    if limits.by_part:
+        for choice in choices_by_part(problem, limits):
+            cost = evaluator.cost(choice)
+            if cost.fits:
+                best = min(best, cost.step_s)
     return best
+
+
+def choices_by_part(problem: Problem, limits: Limits) -> Iterator[Choice]:
+    """All layouts with every pair of degrees of attention and feed-forward, of which one at least
+    is lower than tp. Each set of ranks must hold the tokens that it computes."""
+    most = max(pool.size for pool in problem.cluster.pools)
+    sequence = problem.workload.sequence
+    for pair in product(range(1, most + 1), repeat=2):
+        cut = replace(problem, workload=problem.workload.with_tp_by(pair))
+        for choice in every_choice(cut, limits):
+            groups = choice.replicas
+            if all(
+                group.tp > min(pair)
+                and group.tp % pair[0] == group.tp % pair[1] == 0
+                and choice.microbatch // group.dp_shard % (group.tp // pair[0]) == 0
+                and choice.microbatch // group.dp_shard * sequence // group.cp % group.tp == 0
+                for group in groups
+            ):
+                yield replace(choice, tp_by=pair)
 
 
 def every_choice(problem: Problem, limits: Limits) -> Iterator[Choice]:
@@ -135,8 +159,14 @@ def _fills(tp: int, node: int) -> bool:
 
 def _cuts(layer: Layer, tp: int) -> bool:
     assert layer.attention is not None
+    attention, feed = (gcd(degree, tp) for degree in layer.tp_by or (tp, tp))
     sizes = [p.inputs if p.cut == "rows" else p.outputs for p in layer.products if p.cut]
-    return layer.attention.heads % tp == 0 and all(size % tp == 0 for size in sizes)
+    first, second = sizes[: layer.mixer], sizes[layer.mixer :]
+    return (
+        layer.attention.heads % attention == 0
+        and all(size % attention == 0 for size in first)
+        and all(size % feed == 0 for size in second)
+    )
 
 
 def _groups(
@@ -224,6 +254,7 @@ def _block(chance: Random, width: int) -> Layer:
         reductions=2,
         whole_kept=4.0 * width,
         cut_kept=4.0 * width + 2 * inner,
+        mixer=2,
     )
 
 

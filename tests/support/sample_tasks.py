@@ -353,9 +353,10 @@ class Stack(holdfast.PipelineTask):
     def weight(self, batch: Mapping[str, Tensor]) -> int:
         return 8 * len(batch["tokens"])
 
-    def pipeline(self) -> holdfast.Pipeline:
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
         after = [name for name in ("norm", "head") if name != self.forgets]
-        return holdfast.Pipeline("encoder.blocks", before=["embed", "places"], after=after)
+        ends = ["embed", "places"], after
+        return holdfast.PipelineTask.Parts("encoder.blocks", *ends)
 
     def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         x: Tensor = model.embed(batch["tokens"][:, :-1]) + model.places

@@ -108,6 +108,23 @@ def train_and_read(path: Path) -> dict[str, Tensor]:
     return opened.parameters() | {"moments": moments}
 
 
+class Row(holdfast.PipelineTask):
+    """Blocks that `layout.pp` shares out."""
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)]), "head": nn.Linear(2, 1)})
+
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
+        return self.Parts("blocks", after=["head"])
+
+    def before(self, model: nn.Module, batch: holdfast.Batch) -> Tensor:
+        return batch["x"]
+
+    def after(self, model: nn.Module, x: Tensor, batch: holdfast.Batch) -> Tensor:
+        out: Tensor = model.get_submodule("head")(x)
+        return nn.functional.mse_loss(out, batch["y"], reduction="sum")
+
+
 def own_loop(points: holdfast.Samples) -> None:
     """A script's loop, as `holdfast run` starts it."""
     model = nn.Linear(2, 1)

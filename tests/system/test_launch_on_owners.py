@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
-from holdfast.events import StepDone
+from holdfast.events import RunStopped, StepDone
+from holdfast.launch.owners.owner import USER_STOP
 from tests.support.commands import Outcome, apart
 from tests.support.nodes import Nodes, prepared
 from tests.support.ranks import wait_until
@@ -72,6 +73,7 @@ def test_this_machine_as_the_owner(run: LaunchedRun) -> None:
     run.wait("finished")
     step = max(nodes.losses())
     assert step_of(list_commits(nodes.store)[0]) == step
+    assert [e.reason for e in nodes.events(RunStopped)] == [USER_STOP]
     assert f"stopped by the user (holdfast down) at step {step:,} of" in run("status").out
 
     more = ("train.schedule.steps=100000", f"train.steps={step + 20}")

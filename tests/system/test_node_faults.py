@@ -10,11 +10,12 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.elastic.protocol.fault_orders import FaultOrders
-from holdfast.events import GenerationStarted, RunStopped, StepDone, WorkerStarted
-from tests.support.commands import start
+from holdfast.events import GenerationStarted, MajorityLacked, RunStopped, StepDone, WorkerStarted
+from tests.support.commands import start, within
 from tests.support.nodes import QUICK, Nodes, in_bucket, losses_of_one_worker, nodes_of, prepared
 from tests.support.processes import children_of, stop
 from tests.support.small_disk import has_namespaces
@@ -201,3 +202,35 @@ def test_an_agent_that_is_stopped_is_left_out_and_returns(
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert all(e.came_from is not None for e in nodes.events(GenerationStarted)[1:])
         assert nodes.losses() == undisturbed
+
+
+@pytest.mark.slow
+def test_one_of_two_nodes_says_that_it_lacks_a_majority(run_file: Path, tmp_path: Path) -> None:
+    """All processes of the coordinator's node are stopped, then killed."""
+    settings = ("train.steps=100000", "train.evaluate.every=0", "layout.workers=2")
+    with nodes_of(run_file, tmp_path / "run", *settings, "cluster.gather_seconds=120") as nodes:
+        nodes.start("a", "b", settings=["cluster.alone_seconds=3600"])
+        nodes.wait_step(5, nodes={"a", "b"})
+        stopped = nodes.leader
+        rest = "b" if stopped == "a" else "a"
+        agent = psutil.Process(nodes.agents[stopped].pid)
+        processes = [*agent.children(recursive=True), agent]
+        for process in processes:
+            process.suspend()
+        begun = time.time()
+        nodes.wait_until(lambda: nodes.events(MajorityLacked), "no word of the majority")
+        (said,) = [r for r in nodes.records() if isinstance(r.event, MajorityLacked)]
+        assert isinstance(said.event, MajorityLacked)
+        assert said.time - begun < QUICKLY_S, nodes.story()
+        assert (said.event.node, said.event.reached) == (rest, [rest])
+        assert sorted(said.event.nodes) == ["a", "b"]
+        assert "waiting for a majority at step" in within("status", nodes.outside).out
+        doctor = within("doctor", nodes.outside)
+        assert doctor.code == 1, doctor.out
+        assert "reaches no majority of the nodes: nothing is committed" in doctor.out
+        for process in processes:
+            process.kill()
+        nodes.wait_generation({rest}, after=1)
+        nodes.agents.pop(stopped).wait(QUICKLY_S)
+        nodes.leave(rest)
+        assert "no majority. It does not reach" in nodes.said

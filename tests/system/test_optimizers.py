@@ -6,6 +6,7 @@ The optimizer's class and the schedule's function lie next to the run file.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -87,3 +88,9 @@ def test_an_export_and_another_source(tmp_path: Path) -> None:
     own.write_text(own.read_text() + "# another line\n")
     again = apart("train", run_file, "train.steps=8", *given, deadline=240)
     again.refuses_last("this run was started with another source of train.optimizer.name")
+    words = shlex.split(again.err.strip().rpartition("run of its own: ")[2])
+    made = apart(*words[1:], folder=tmp_path, deadline=240).succeeds()
+    assert "train.optimizer.source=" in made.err + made.out
+    branch = tmp_path / words[words.index("--to") + 1]
+    apart("train", branch / "run.yaml", folder=tmp_path, deadline=240).succeeds()
+    assert holdfast.open_checkpoint(branch).step == 8

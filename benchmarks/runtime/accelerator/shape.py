@@ -16,7 +16,7 @@ from benchmarks.runtime.accelerator.settings import RowResult, Settings
 from benchmarks.runtime.accelerator.work import wait_for
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.run import RunConfig
-from holdfast.core.flops import CONVENTIONS, utilisation
+from holdfast.core.flops import CONVENTIONS, flops_per_token
 from holdfast.errors import ConfigError
 from holdfast.launch.node.devices import refuse_float8
 from holdfast.machine.accelerators import peak_flops
@@ -133,7 +133,7 @@ def _figures(config: RunConfig, settings: Settings, rate: float) -> dict[str, An
     if peak is not None:
         for name in CONVENTIONS:
             length = config.data.sequence_length
-            found[name] = utilisation(rate, config.model, length, peak, name)
+            found[name] = rate * flops_per_token(config.model, length, name) / peak
     return found
 
 

@@ -35,6 +35,7 @@ from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.run_folder import refuse_in_use
 from holdfast.launch.run.runs import Run, open_run
+from holdfast.launch.run.sealing import seal_copies
 from holdfast.layout import AXES
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.show.output import print_json, print_table, say
@@ -276,7 +277,7 @@ def copy(
       holdfast checkpoint copy runs/quickstart 100 --to s3://bucket/quickstart
     """
     found = open_run(run)
-    target = _location(to, found.folder)
+    target = _location(to, found)
     with explain_read_errors(found.folder), StageProgress() as progress:
         key = find_commit_key(found.store, step)
         try:
@@ -302,19 +303,21 @@ def copy(
         say(f"copied step {done.step} to {to}: {format_bytes(done.copied_bytes)}{there}")
 
 
-def _location(to: str, source: Path) -> RunStore:
+def _location(to: str, run: Run) -> RunStore:
     """The run store that a location names. Raises CheckpointError for what cannot be one."""
     if "://" in to:
         store = open_store(to)
+        seal_copies(run.folder, store, to)
         probe_store(store, to.partition("?")[0])
         return store
     folder = Path(expand_argument("to", to))
     if folder.exists() and not folder.is_dir():
         raise CheckpointError("this is not a folder", where=to, remedy="name another one")
-    if folder.exists() and folder.samefile(source):
+    if folder.exists() and folder.samefile(run.folder):
         raise CheckpointError("this is the run itself", where=to, remedy="name another folder")
     refuse_in_use(folder, HolderWatch(folder, say))
     folder.mkdir(parents=True, exist_ok=True)
+    seal_copies(run.folder, store_of_run(folder), to)
     return store_of_run(folder)
 
 

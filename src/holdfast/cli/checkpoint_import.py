@@ -174,13 +174,13 @@ def _begin_run(
     from holdfast.config.loading.identity import config_hash
     from holdfast.launch.run.run_folder import remove_description, write_description
     from holdfast.launch.run.runs import read_resolved
-    from holdfast.wire.store.run_store import FolderStore
+    from holdfast.wire.store.run_location import store_of_run
 
     config = loaded.config
     folder = Path(config.run_folder)
     new = read_resolved(folder) is None
     write_description(folder, loaded, machine, dataset.location, dataset.version)
-    store = FolderStore(folder)
+    store = store_of_run(folder)
     identity = {"config_hash": config_hash(config), "dataset_version": dataset.version}
     try:
         commit = _imported(store, source, config, weights_only, identity)

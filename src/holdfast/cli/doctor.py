@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,7 +51,12 @@ def doctor(
 
     given = named_argument("run", run)  # a Path option would be looked for on its disk
     within = Deadlines(given)
-    folder = within.run("run folder", QUICK_S, lambda: folder_of(given), None)
+
+    def find() -> tuple[Path, str]:
+        folder = folder_of(given)
+        return folder, location_of_run(os.path.abspath(folder))
+
+    folder, place = within.run("run folder", QUICK_S, find, (None, os.path.abspath(given)))
     if folder is None:
         found = RunDiagnosis(given, within.hung)
     else:
@@ -58,6 +64,6 @@ def doctor(
     if json:
         print_json(found.to_json())
     else:
-        print(location_of_run(os.path.abspath(found.folder)))
+        print(place)
         print_table([(each.mark, each.name, each.sentence) for each in found.checks])
     return 1 if found.will_fail else 0

@@ -11,7 +11,7 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
-from holdfast.errors import StoreError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.launch.owners.owner import NodeState, OwnedJob, open_owner
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.launch_claim import release_claim
@@ -39,8 +39,12 @@ def down(
     folder = folder_with_job(run)
     job = OwnedJob.read(folder)
     owner = open_owner(job.owner)
-    owner.release(job)
-    replace(job, released=True).write(folder)
+    replace(job, released=True).write(folder)  # first: the agents read why they are to leave
+    try:
+        owner.release(job)
+    except HoldfastError:
+        job.write(folder)
+        raise
     if wait:
         before: list[str] = []
         while left := [each.node for each in owner.status(job) if each.is_live]:

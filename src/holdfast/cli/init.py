@@ -34,7 +34,7 @@ model:
 train:
 {length}
   batch_size: 16           # samples of a step, over all workers together
-  microbatch_size: 2       # the unit of work that is dealt to workers
+  # microbatch_size: 2     # unit of work; searched with the layout unless it is named
 {rate}
 layout: auto               # see it with: holdfast plan {name}
 checkpoint: {{every_steps: 50}}

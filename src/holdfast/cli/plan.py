@@ -124,6 +124,11 @@ def _print_next(
 
     print_alternatives(request, plan_with)
     auto = [] if request.loaded.config.layout.mode == "auto" else ["layout.mode=auto"]
+    if cluster:  # other machines than this one
+        place = ["--on", "slurm", f"plan.cluster={cluster}"]
+        words = shlex.join(["holdfast", "launch", str(run_file), *place, *asked, *auto])
+        print(f"next: {words} (or --on ray, kubernetes, ssh)")
+        return
     print(f"next: {shlex.join(['holdfast', 'train', str(run_file), *asked, *auto])}")
 
 

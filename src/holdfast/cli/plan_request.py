@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def load_for_plan(run_file: Path, overrides: list[str]) -> tuple[LoadedConfig, l
         raise LayoutError(
             f"{key} is beyond the planner, which knows the built-in decoder in synchronous layouts",
             where=str(run_file),
-            remedy=f"remove {key.partition(' ')[0]}, or see the layout with: holdfast layout show",
+            remedy=f"remove {key.partition(' ')[0]}, or see the layout with: "
+            + shlex.join(["holdfast", "layout", "show", str(run_file), *overrides]),
         )
     loaded = with_prepared_vocabulary(loaded, SCREEN)
     if loaded.config.model.vocab_size == 0:

@@ -62,12 +62,23 @@ def print_plan(request: PlanRequest) -> None:
     print(_memory(request.figures(found[0])))
     if failures := _failures(request, found[0]):
         print(failures)
+    print(_length(request, request.figures(found[0])))
     if end := end_in_words(request.loaded, request.problem, found[0]):
         print(end)
     for sentence in warnings_of(
         request.problem, request.machines, found[0], request.plan.result.gap
     ):
         print(f"note: {sentence}")
+
+
+def _length(request: PlanRequest, figures: Figures) -> str:
+    """How long the run takes, and what it costs."""
+    steps = request.loaded.config.train.steps
+    if figures.usd_per_hour is None:
+        cost = "its price is not known (usd_per_hour of docs/reference/cluster-file.md)"
+    else:
+        cost = f"${figures.usd_of(steps):,.2f}"
+    return f"{format_count(steps)} steps: {format_duration(steps * figures.step_s)}; {cost}"
 
 
 def _title(request: PlanRequest) -> str:

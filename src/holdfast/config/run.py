@@ -107,6 +107,11 @@ class RunConfig(Section):
                 "or balance_loss 0 and z_loss 0"
             )
         yield explain_no_architecture(self.model) or ""
+        if self.checkpoint.seal and is_bucket(self.folder):
+            yield (
+                "checkpoint.seal encrypts the checkpoints in a run folder, and folder is a bucket: "
+                f"use the option seal={self.checkpoint.seal} of its address"
+            )
         if self.cluster.loss_jumps == "roll_back" and self.cluster.replaces_all_workers:
             yield (
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "

@@ -102,10 +102,3 @@ def run_flops_per_token(config: RunConfig) -> dict[str, float]:
         return {}
     length = config.data.sequence_length
     return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}
-
-
-def utilisation(
-    tokens_per_second: float, model: ModelConfig, sequence: int, peak: float, convention: Convention
-) -> float:
-    """Model FLOP utilisation: achieved FLOP/s over the peak FLOP/s of all devices together."""
-    return tokens_per_second * flops_per_token(model, sequence, convention) / peak

@@ -16,6 +16,7 @@ from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.doctor.checks import Check
+from holdfast.elastic.agent.health import MINORITY
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.node_check import LISTENS, LinkResult, NodeMemory
 from holdfast.errors import HoldfastError, LayoutError
@@ -26,6 +27,10 @@ from holdfast.report.formatting import format_bytes, format_duration, format_plu
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.term import HolderReply
 
+ADVICE = (
+    "continue or restart holdfast on the nodes that do not answer, or mend the network; if their "
+    "processes end, or after cluster.alone_seconds, this node continues without them"
+)
 NAMED_LINKS = 6  # Links of one node that a line names; of more nodes it names the slowest
 SLOW_LINK_S = 0.1
 FULL_SHARE = 0.8  # Share of a node's memory that the state may fill: activations come on top
@@ -65,7 +70,11 @@ def _node_check(name: str, answer: AgentAnswer, record: GenerationRecord | None)
                 return Check(title, "weak", found, where=where)
             health = answer.check.health
             where += f", /healthz at {health}" if health else ""
-            return Check(title, "good", f"{has}, {answer.check.state}{took}", where=where)
+            found = f"{has}, {answer.check.state}{took}"
+            if answer.check.state == MINORITY:
+                found = f"{has}; it misses the coordinator and reaches no majority of the nodes"
+                return Check(title, "fails", f"{found}: nothing is committed", ADVICE, where)
+            return Check(title, "good", found, where=where)
         case HolderReply.REFUSED:
             found = f"{has}; its agent has ended, and the run continues without it"
             remedy = f"start it again on its machine: holdfast join RUN_FOLDER --node {name}"

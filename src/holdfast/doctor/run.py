@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,7 +93,8 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
     losses = found.state.losses if found.state is not None and lives else {}
     topology = None if record is None or not lives else record.topology
-    found.checks += missing_node_checks(place_word(folder), config, topology, found.answers, losses)
+    place = within.run("run folder", QUICK_S, lambda: place_word(folder), shlex.quote(str(folder)))
+    found.checks += missing_node_checks(place, config, topology, found.answers, losses)
     found.checks += secret_checks
     if run is not None:
         known = run

@@ -19,7 +19,8 @@ from statistics import median
 from holdfast.doctor.checks import Check, failed_check
 from holdfast.errors import HoldfastError, UserError
 from holdfast.report.formatting import format_bytes, format_count, format_duration
-from holdfast.wire.store.location import PROBE_PREFIX, probe_store
+from holdfast.wire.store.folder_seal import read_seal
+from holdfast.wire.store.location import PROBE_PREFIX, open_store, probe_store
 from holdfast.wire.store.run_store import FolderStore, RunStore
 
 BLOB_BYTES = 16 << 20
@@ -41,17 +42,29 @@ def check_folder(folder: Path, next_checkpoint_bytes: int) -> StoreFindings:
     """Check a run folder. next_checkpoint_bytes: room that the next checkpoint needs."""
     room = _free_space(folder, next_checkpoint_bytes)
     try:
-        findings = check_store(FolderStore(folder), str(folder), "run store")
+        findings, sealed = check_store(FolderStore(folder), str(folder), "run store"), _seal(folder)
         if not findings.figures:
-            return StoreFindings([*findings.checks, room], {})
+            return StoreFindings([*findings.checks, sealed, room], {})
         links = _can_link(folder)
     finally:
         root = folder / PROBE_PREFIX
         for empty, _, _ in os.walk(root, topdown=False):
             with suppress(OSError):
                 os.rmdir(empty)
-    checks = [*findings.checks, _link_check(links, folder), room]
+    checks = [*findings.checks, sealed, _link_check(links, folder), room]
     return StoreFindings(checks, findings.figures | {"hard_links": links})
+
+
+def _seal(folder: Path) -> Check:
+    """Say whether the folder's checkpoints are sealed, and whether their key is here."""
+    try:
+        is_sealed = read_seal(folder) is not None
+        open_store(folder)
+    except HoldfastError as error:
+        return failed_check("seal", error, str(folder), "")
+    if is_sealed:
+        return Check("seal", "good", "the checkpoints are sealed, and their key is here")
+    return Check("seal", "good", "the checkpoints are not sealed (checkpoint.seal seals a new run)")
 
 
 def check_store(store: RunStore, where: str, name: str) -> StoreFindings:

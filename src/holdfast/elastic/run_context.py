@@ -35,7 +35,9 @@ class RunContext:
     generation. The run's next generations must be newer than that one. The first coordinator of the
     run calls it. trackers: run next to the agent that leads. predict: the plan of a generation, for
     the journal. plan: where the layout of the run came from, likewise. before_joining: called in a
-    thread once the node's mover and fork server run. The node joins when it returns."""
+    thread once the node's mover and fork server run. The node joins when it returns. stop_cause:
+    why the run's owner ends all nodes; "" if it does not, or if that is not known. It reads the run
+    folder, so call it in a thread."""
 
     config: RunConfig
     store: RunStore
@@ -52,6 +54,7 @@ class RunContext:
     predict: Callable[[Topology], Event | None] = lambda topology: None
     plan: str = ""
     before_joining: Callable[[], None] | None = None
+    stop_cause: Callable[[], str] = lambda: ""
 
     @property
     def node_suffix(self) -> str:

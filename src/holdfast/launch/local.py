@@ -36,6 +36,7 @@ from holdfast.launch.node.addresses import plan_addresses, uses_tls
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.node.trackers import tracker_programs
+from holdfast.launch.owners.owner import stop_cause_of
 from holdfast.launch.run.auto_layout import predictor_of, source_of_plan
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.resume_checks import bring_back_fallback
@@ -111,6 +112,7 @@ def train_locally(
         predict=predictor_of(config),
         plan=source_of_plan(loaded),
         before_joining=before_joining,
+        stop_cause=stop_cause_of(folder),
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
     views |= {"say_last": say_last, "seen_progress": seen_progress}

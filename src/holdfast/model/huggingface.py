@@ -136,17 +136,13 @@ class FolderTensors(Mapping[str, Tensor]):
             parts = [self._slice(one.theirs)[cut] for one, _ in wanted]
             return torch.stack(parts) if parts else torch.empty(0, *lengths[1:])
         begin, extent = list(offsets), list(lengths)
-        if piece.new_dim is not None:
-            begin.insert(piece.new_dim, 0)
-            extent.insert(piece.new_dim, 1)
         beyond = 0
         if piece.dropped_rows:  # rows of ours that have no place in theirs
             begin[0], end = (min(n, piece.lengths[0]) for n in (begin[0], begin[0] + extent[0]))
             beyond = extent[0] - (end - begin[0])
             extent[0] = end - begin[0]
         at = tuple(o + b for o, b in zip(piece.offsets, begin, strict=True))
-        part = Piece(name, at, tuple(extent), piece.new_dim, beyond)
-        return extract_piece(self._slice(entry.theirs), part)
+        return extract_piece(self._slice(entry.theirs), Piece(name, at, tuple(extent), beyond))
 
     def _slice(self, theirs: str) -> Any:
         file = self._stored[theirs].file
@@ -183,7 +179,7 @@ def extract_piece(theirs: Any, piece: Piece) -> Tensor:
     value: Tensor = theirs[cut]
     if piece.dropped_rows:
         value = torch.cat((value, value.new_zeros(piece.dropped_rows, *value.shape[1:])))
-    return value if piece.new_dim is None else value.squeeze(piece.new_dim)
+    return value
 
 
 def to_their_generation_config(ids: dict[str, Any]) -> dict[str, Any]:

@@ -143,11 +143,6 @@ def _write_file(path: Path, inside: Sequence[_PlannedTensor], tensors: TensorRea
                 file.write(value.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def assemble_tensor(entry: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
-    """One of their tensors from ours, in one piece."""
-    return torch.cat(list(row_blocks(entry, WholeTensors(tensors))))
-
-
 def row_blocks(entry: TensorMapping, tensors: TensorReader) -> Iterator[Tensor]:
     """One of their tensors out of ours, in blocks of rows."""
     rows = entry.shape[0] if entry.shape else 1
@@ -164,31 +159,25 @@ def row_blocks(entry: TensorMapping, tensors: TensorReader) -> Iterator[Tensor]:
 
 
 def _read_block(entry: TensorMapping, wanted: Box, tensors: TensorReader) -> Tensor:
-    """The part `wanted` of one of their tensors; zeros where no piece of ours lies."""
+    """The part `wanted` of one of their tensors, which pieces of ours fill."""
     out: Tensor | None = None
     for piece in entry.pieces:
         common = Box("", piece.offsets, piece.lengths).intersect(wanted)
         if common is None:
             continue
         at = [c - p for c, p in zip(common.offsets, piece.offsets, strict=True)]
-        lengths = list(common.lengths)
-        if piece.new_dim is not None:
-            del at[piece.new_dim], lengths[piece.new_dim]
         if piece.picked is not None:
-            value = tensors.box(piece.ours, [piece.picked, *at], [1, *lengths])[0]
+            value = tensors.box(piece.ours, [piece.picked, *at], [1, *common.lengths])[0]
         else:
-            value = tensors.box(piece.ours, at, lengths)
-        if piece.new_dim is not None:
-            value = value.unsqueeze(piece.new_dim)
+            value = tensors.box(piece.ours, at, common.lengths)
         if common == wanted:
             return value
         if out is None:
             out = torch.zeros(wanted.lengths, dtype=value.dtype)
         place = zip(common.offsets, wanted.offsets, common.lengths, strict=True)
         out[tuple(slice(c - w, c - w + n) for c, w, n in place)] = value
-    if out is not None:
-        return out
-    return torch.zeros(wanted.lengths, dtype=tensors.dtype(entry.pieces[0].ours))
+    assert out is not None, "pieces fill their tensor"
+    return out
 
 
 def _check_padding(piece: Piece, tensors: TensorReader, step: int) -> None:

@@ -76,12 +76,15 @@ class GlooGroup(Protocol):
     """The part of ProcessGroupGloo that the reducer uses."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
     def allreduce(self, tensors: list[Tensor], /) -> Work: ...
 
     def alltoall_base(
         self, out: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], /
     ) -> Work: ...
+
     def _allgather_base(self, out: Tensor, part: Tensor, /) -> Work: ...
 
 
@@ -211,14 +214,15 @@ def chosen_attention(q: Tensor, k: Tensor, *, scale: float | None, is_masked: bo
     """
     from torch.nn.attention import SDPBackend
 
-    backends: dict[str, Any] = dict(SDPBackend.__members__)
     choose: Any = getattr(torch, "_fused_sdp_choice", None)
     if choose is None:
         return ""
     mask = q.new_ones((q.shape[2], q.shape[2]), dtype=torch.bool) if is_masked else None
     is_grouped = q.shape[1] != k.shape[1]
     number = choose(q, k, k, mask, 0.0, not is_masked, scale=scale, enable_gqa=is_grouped)
-    return next((name.lower() for name, each in backends.items() if int(each) == number), "")
+    members: Any = SDPBackend.__members__
+    names: dict[int, str] = {each.value: name.lower() for name, each in members.items()}
+    return names.get(number, "")
 
 
 def cpu_attention(
@@ -412,17 +416,6 @@ def _cached_functions() -> Iterator[Any]:
                 if str(function.__module__).startswith("torch.distributed"):
                     seen.add(id(function))
                     yield function
-
-
-def count_mesh_cache_entries() -> int:
-    """Entries of the caches that `forget_meshes` clears, but for C++'s, which does not tell."""
-    from torch.distributed.tensor import DTensor, _redistribute
-
-    dispatcher: Any = DTensor
-    propagated = dispatcher._op_dispatcher.sharding_propagator.propagate_op_sharding
-    planners: Any = getattr(_redistribute, "_planner_cache", {})
-    held = [int(f.cache_info().currsize) for f in (propagated, *_cached_functions())]
-    return len(planners) + sum(held)
 
 
 @dataclass(frozen=True)

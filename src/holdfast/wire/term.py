@@ -32,6 +32,7 @@ from holdfast.wire.store.run_store import (
     MissingKeyError,
     ReplacingStore,
     RunStore,
+    append_interval,
 )
 
 TERMS_PREFIX = "terms/"
@@ -108,7 +109,7 @@ class Term:
     def show_life(self) -> None:
         """Change the term's sign of life, for a start that cannot reach this trainer. In a folder
         it grows. In a bucket it is one object with the time, as a growing one would be many."""
-        if isinstance(self.store, ReplacingStore):
+        if isinstance(self.store, ReplacingStore) and append_interval(self.store) > 0:
             self.store.replace(_life_key(self.number), b"%d" % time.time_ns())
         else:
             self.store.append(_life_key(self.number), b".")

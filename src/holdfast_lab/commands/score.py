@@ -193,7 +193,11 @@ TrainerName = Annotated[
     ),
 ]
 ScenarioNames = Annotated[
-    str, typer.Option(help="F0 to F13, several with commas; empty: the level's own set")
+    str,
+    typer.Option(
+        help="names, several with commas; empty: the level's own set. "
+        + ", ".join(f"{name}: {each.title}" for name, each in SCENARIOS.items())
+    ),
 ]
 
 app = make_app("Score how well a trainer survives.")
@@ -262,7 +266,15 @@ def score(
     write_text(stem.with_name(f"{stem.name}.svg"), card_svg(card) + "\n")
     write_text(stem.with_name(f"{stem.name}.html"), card_page(card))
     print(f"card: {stem}.html")
+    print(f"next: {_next_score(level)}")
     return 0
+
+
+def _next_score(level: int) -> str:
+    """The command that says more: real processes after a simulation, another trainer after them."""
+    if level == 0:
+        return "holdfast score --scenario F0,F1 (real processes on this machine)"
+    return "holdfast score --trainer torchrun-dcp (the same scenarios under another trainer)"
 
 
 @dataclass(frozen=True)

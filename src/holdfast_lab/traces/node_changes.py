@@ -62,10 +62,6 @@ class Trace:
     sha256: str = ""
     notes: tuple[str, ...] = ()  # what is not read, and repairs
 
-    @property
-    def unknown_share(self) -> float:
-        return sum(b - a for a, b in self.unknown) / self.seconds if self.seconds else 0.0
-
     def instants(self) -> Iterator[tuple[float, list[str], list[str]]]:
         """(time, who goes, who joins) of every instant at which anything changes."""
         at, gone, come = 0.0, list[str](), list[str]()

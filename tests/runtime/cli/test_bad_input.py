@@ -344,7 +344,7 @@ def test_the_home_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
     [
-        ("", "device", "cuda", ("cluster.places is 1, but this machine has 0 accelerators",)),
+        ("", "device", "cuda", ("device is cuda, but this machine has none; use device=cpu",)),
         ("train", "compile", True, ("train.compile needs a C++ compiler",)),
         ("logging", "trackers", ["wandb"], ("wandb",)),
     ],

@@ -125,7 +125,7 @@ def test_more_workers_than_accelerators_are_refused(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = within("train", trained.run_file, "device=cuda")
-    found.refuses("layout.workers is 2, but this machine has 0 accelerators; use device=cpu")
+    found.refuses("device is cuda, but this machine has none; use device=cpu")
 
 
 HOST = HardwareInfo(

@@ -60,7 +60,8 @@ def test_the_last_lines_name_the_key_of_a_better_layout_by_another_objective(
     [cheapest] = [line for line in lines if line.startswith("cheapest: ")]
     assert "$0.00 per 1e9 tokens" in cheapest
     assert cheapest.endswith("plan.objective=tokens_per_usd")
-    assert lines[-1].startswith("next: holdfast train ")
+    assert lines[-1].startswith("next: holdfast launch ")
+    assert f"plan.cluster={machines}" in lines[-1]
     again = within(*asked, "plan.objective=tokens_per_usd").out.splitlines()
     assert any("<- chosen" in line and "0.00" in line for line in again)
 

@@ -184,6 +184,8 @@ def test_another_source_is_said_in_words() -> None:
 
     with pytest.raises(RunFolderError, match=r"another source of train\.schedule\.kind"):
         refuse_other_run(of("a").model_dump(mode="json"), of("b"), "run")
+    with pytest.raises(RunFolderError, match="continue with the new source in a run of its own: B"):
+        refuse_other_run(of("a").model_dump(mode="json"), of("b"), "run", "B")
 
 
 def test_a_schedule_by_name_or_function() -> None:

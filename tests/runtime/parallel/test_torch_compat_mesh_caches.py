@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast.parallel.torch_compat import count_mesh_cache_entries, forget_meshes
+from holdfast.parallel.torch_compat import forget_meshes
+from tests.support.mesh_caches import count_mesh_cache_entries
 from tests.support.ranks import RankContext, rank_values, ranks
 
 

@@ -22,7 +22,7 @@ from holdfast.options.short_state.apply import ShortStateOptimizer
 from holdfast.parallel.axes.fsdp import ShardedGradients, apply_fsdp, local_tensor
 from holdfast.parallel.axes.zero1 import OwnedRows
 from holdfast.parallel.comm.transport import PeerGroup
-from holdfast.parallel.gradients.feeder import single_cell
+from tests.support.gradient_cells import single_cell
 from tests.support.layouts import VOCABULARY, case, config_of, engine_for
 from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.layout import Topology
-from holdfast.parallel.torch_compat import count_mesh_cache_entries
 from holdfast.training.engine.objective import NextTokenObjective
 from tests.support.layouts import (
     assert_all_state,
@@ -38,6 +37,7 @@ from tests.support.layouts import (
     topology_of,
 )
 from tests.support.marks import in_campaign
+from tests.support.mesh_caches import count_mesh_cache_entries
 from tests.support.ranks import RankContext, rank_values, run_ranks
 from tests.support.step_recovery import Survivor, config_for
 from tests.support.tiny_training import digest

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.training.test_parity import LAYOUTS
 from tests.support.layouts import case, config_of, curve_of, engine_for
 from tests.support.ranks import RankContext, rank_values
 
@@ -19,11 +18,7 @@ EXPERTS = ["experts.ep2.shard2", "copies.experts.ep2.shard4"]
 CONTEXT = ["cp2-tp2", "ring.pp2-cp2", "heads.ulysses.cp2", "long.heads.hybrid.cp4"]
 CASES = [
     *QUICK,
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in dict.fromkeys([*MORE, *EXPERTS, *CONTEXT, *LAYOUTS])
-        if name not in QUICK
-    ),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in [*MORE, *EXPERTS, *CONTEXT]),
 ]
 
 

@@ -90,7 +90,7 @@ def removable_commits(
 ) -> list[str]:
     """The commit objects that `apply_retention` would remove, newest first.
 
-    kept: steps that stay, besides those that the store names.
+    kept: steps that stay, with those that the store names.
     coming_step: counts as a step that has a checkpoint, for a save that needs room. The newest good
     checkpoint then stays. A checkpoint that was rejected counts for nothing. It stays as evidence
     for as long as an older one that is kept.

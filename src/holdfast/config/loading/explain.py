@@ -74,6 +74,14 @@ _VALUES_ELSEWHERE = {name: value for value, names in _VALUES.items() for name in
 MAX_NUMBER = 2**53
 """Largest whole number of a run file: larger ones are no exact steps, bytes or samples any more."""
 _LIST_REMEDY = "name at least one, or remove the key"
+_LIST_ON_COMMAND_LINE = "write a list in brackets: '{key}=[FIRST, SECOND]'"
+_ON_COMMAND_LINE = {
+    "tuple_type": _LIST_ON_COMMAND_LINE,
+    "list_type": _LIST_ON_COMMAND_LINE,
+    "model_type": "name one of its keys: {key}.KEY=VALUE",
+    "dict_type": "name one of its keys: {key}.KEY=VALUE",
+}
+"""Kind of a refusal -> the remedy for a value of the command line."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -111,6 +119,8 @@ def explain_errors(
         what += f" or {word}" if word else ""
         rule = what if details["type"] == "value_error" else ""
         where = _where(path, rule, place) or name
+        if where.startswith("command line") and details["type"] in _ON_COMMAND_LINE:
+            remedy = _ON_COMMAND_LINE[details["type"]].format(key=".".join(map(str, path)))
         text = f"{where}: {subject}{what}" + (f"; {remedy}" if remedy else "")
         if text not in sentences:
             sentences.append(text)

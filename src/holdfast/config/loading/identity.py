@@ -55,7 +55,7 @@ LATER_KEYS = frozenset(
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
-        "train": ("deterministic",),
+        "train": ("deterministic", "loss_chunk"),
         "train.optimizer": (
             *("adamw_for", "adjust_rate", "args", "beta2_decay", "clip_threshold"),
             *("groups", "layouts", "momentum", "name", "nesterov"),
@@ -226,23 +226,19 @@ def refuse_other_run(
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
         return
-    if any(d.key == TASK_SOURCE for d in found) and config.task.name == _stored_task(stored):
-        remedy = f"put the task's files back, or {START_OVER}"
+    same_task = config.task.name == _stored_task(stored)
+    sources = SOURCE_KEYS | ({TASK_SOURCE: config.task.label} if same_task else {})
+    if changed := [d.key for d in found if d.key in sources]:
+        files = "the task's files" if TASK_SOURCE in changed and same_task else "the files"
+        remedy = f"put {files} back, or {START_OVER}"
         if branch_command and all(change_of(d.key) is Change.BRANCH for d in found):
             remedy = (
-                f"put the task's files back, {START_OVER}, or continue with the new source in a "
-                f"run of its own: {branch_command}"
+                f"put {files} back, {START_OVER}, or continue with the new source in a run of its "
+                f"own: {branch_command}"
             )
+        label = sources[TASK_SOURCE if files != "the files" else changed[0]]
         raise RunFolderError(
-            f"this run was started with another source of {config.task.label}",
-            where=folder,
-            remedy=remedy,
-        )
-    if changed := [d.key for d in found if d.key in SOURCE_KEYS]:
-        raise RunFolderError(
-            f"this run was started with another source of {SOURCE_KEYS[changed[0]]}",
-            where=folder,
-            remedy=f"put the files back, or {START_OVER}",
+            f"this run was started with another source of {label}", where=folder, remedy=remedy
         )
     named = ", ".join(_describe(d, config) for d in found[:3])
     named += f" and {len(found) - 3} more" if len(found) > 3 else ""

@@ -28,6 +28,7 @@ FREE_PATHS = (
     "data.chat.template_file",
     "checkpoint.bucket",
     "checkpoint.fallback",
+    "checkpoint.seal",
     "cluster.notices_at",
     "cluster.notices_account",
     "cluster.prediction",
@@ -139,6 +140,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
         assert info is not None, key
         if key == "cluster.notices_at" and config.cluster.notices != "file":
             continue  # the address of a service
+        if key == "checkpoint.seal" and value == "env":
+            continue
         if key == "plan.cluster" and config.plan.is_short_cluster:
             continue
         if value or info.default:  # an empty path means none if it is the default

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -45,6 +47,9 @@ class CheckpointConfig(Section):
     fallback: str = ""
     """folder or bucket that takes the last step's state if the run folder takes no checkpoint;
     empty: none"""
+    seal: str = ""
+    """file of the key that encrypts the checkpoints in the run folder, or env for
+    HOLDFAST_SEAL_KEY; empty: not encrypted"""
     slots: Annotated[int, Field(ge=2, le=3)] | Literal["auto"] = "auto"
     """snapshots that fit into memory; auto: 3 if memory_every_steps is not 0 (one may be written to
     disk meanwhile), 2 otherwise"""
@@ -82,6 +87,14 @@ class CheckpointConfig(Section):
         return self.every_steps if self.interval == "fixed" else 0
 
     def broken_rules(self) -> Iterator[str]:
+        for key in ("bucket", "fallback") if self.seal else ():
+            place = str(getattr(self, key))
+            if place and not re.search("[?&]seal=", place):
+                address = place if "://" in place else f"file://{os.path.abspath(place)}"
+                yield (
+                    f"seal encrypts the checkpoints, and those in {key} would not be: use {key}: "
+                    f"{address}{'&' if '?' in address else '?'}seal={self.seal}"
+                )
         if self.interval == "adaptive" and self.min_seconds > self.max_seconds:
             yield (
                 f"min_seconds {self.min_seconds:g} is more than max_seconds "

@@ -163,7 +163,7 @@ class OptimizerConfig(Section):
     groups: Branch[tuple[GroupConfig, ...]] = ()
     args: Branch[dict[str, Any]] = Field(default_factory=dict)
     """a class: its other keyword arguments"""
-    source: Never[str] = Field("", description="digest of a class's source files (planned)")
+    source: Branch[str] = Field("", description="digest of a class's source files (planned)")
     slots: Never[tuple[str, ...]] = ()
     """what a class keeps for a parameter: name, shape, of which (planned)"""
     layouts: Never[tuple[str, ...]] = ()

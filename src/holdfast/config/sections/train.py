@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from holdfast.config.sections.base import Branch, InPlace, Never, Section
+from holdfast.config.sections.base import Branch, InPlace, Section
 from holdfast.config.sections.memory import DEVICE, MOVABLE, MemoryConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.config.sections.recompute import (
@@ -41,7 +41,7 @@ class ScheduleConfig(Section):
     decay_steps: int = Field(0, ge=0)
     """wsd: steps of the decay; 0: a fifth of the schedule"""
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
-    source: Never[str] = Field("", description="digest of a function's source files (planned)")
+    source: Branch[str] = Field("", description="digest of a function's source files (planned)")
 
     @field_validator("kind")
     @classmethod

@@ -1,13 +1,11 @@
 """Our parameter names and Hugging Face's, as a table that reads both ways.
 
 Each `Entry` describes one of their tensors as pieces of ours, laid at offsets in it. The
-things that an architecture can need are seven ways of writing such an entry:
+things that an architecture can need are five ways of writing such an entry:
 
     rename   one piece that fills the tensor
     split    our pieces side by side along a dim of theirs (a fused q, k, v), to be split again
-    stack    our pieces along a dim that only theirs has (experts)
     pick     one index of dim 0 of ours, which theirs lacks (one expert of all)
-    pad      one piece, smaller than theirs; the rest is zero
     cut      one piece, larger than theirs; its rows beyond theirs are zero
     tie      no bytes of its own: an alias of another of their tensors
 
@@ -33,16 +31,14 @@ Shape = tuple[int, ...]
 class Piece:
     """One of our tensors inside one of theirs.
 
-    `offsets` and `lengths` are its place in their tensor's shape. If their tensor has a dim that
-    ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `dropped_rows` rows of ours,
-    the last of dim 0, are zero and have no place in theirs (cut). `picked`: the index of dim 0 of
-    ours that theirs is (pick).
+    `offsets` and `lengths` are its place in their tensor's shape. `dropped_rows` rows of ours, the
+    last of dim 0, are zero and have no place in theirs (cut). `picked`: the index of dim 0 of ours
+    that theirs is (pick).
     """
 
     ours: str
     offsets: Shape
     lengths: Shape
-    new_dim: int | None = None
     dropped_rows: int = 0
     picked: int | None = None
 
@@ -71,21 +67,6 @@ def split(parts: Sequence[tuple[str, Shape]], theirs: str, dim: int) -> TensorMa
         begin += shape[dim]
     first = parts[0][1]
     return TensorMapping(theirs, (*first[:dim], begin, *first[dim + 1 :]), tuple(pieces))
-
-
-def stack(names: Sequence[str], theirs: str, shape: Shape, dim: int = 0) -> TensorMapping:
-    """One of theirs is several of ours, all of `shape`, along a new dim `dim`."""
-    lengths = (*shape[:dim], 1, *shape[dim:])
-    pieces = tuple(
-        Piece(ours, tuple(i if d == dim else 0 for d in range(len(lengths))), lengths, dim)
-        for i, ours in enumerate(names)
-    )
-    return TensorMapping(theirs, (*shape[:dim], len(names), *shape[dim:]), pieces)
-
-
-def pad(ours: str, theirs: str, shape: Shape, padded: Shape) -> TensorMapping:
-    """One of theirs is one of ours with zeros after it."""
-    return TensorMapping(theirs, padded, (Piece(ours, (0,) * len(shape), shape),))
 
 
 def trim_rows(ours: str, theirs: str, shape: Shape, dropped_rows: int) -> TensorMapping:

@@ -61,10 +61,13 @@ def refuse_unknown_targets(targets: Iterable[str], layers: Mapping[str, str], wh
         return
     ends = dict.fromkeys(theirs.rpartition(".")[2] for theirs in layers.values())
     named = list(ends)[:_SHOWN] + (["..."] if len(ends) > _SHOWN else [])
+    remedy = f"use {ALL_LINEAR}, or some of {', '.join(named)}"
+    if any("," in target for target in unknown):
+        remedy += f", as a list: '[{', '.join(named[:2])}]'"
     raise ConfigError(
         f"lora.targets {', '.join(unknown)}: no linear layer has such a name",
         where=where,
-        remedy=f"use {ALL_LINEAR}, or some of {', '.join(named)}",
+        remedy=remedy,
     )
 
 

@@ -115,18 +115,6 @@ def check_number_of_stages(blocks: int, stages: int) -> None:
         )
 
 
-def split_stages(costs: BlockCosts, stages: int) -> Stages:
-    """The best contiguous split by time, and by parameters among equally fast ones."""
-
-    def time(stage: int, start: int, stop: int) -> float:
-        return costs.cost(0, stages, stage, start, stop)
-
-    def parameters(stage: int, start: int, stop: int) -> float:
-        return costs.cost(1, stages, stage, start, stop)
-
-    return best_split(len(costs.times), stages, time, parameters)
-
-
 def best_split(blocks: int, stages: int, first: StageCost, second: StageCost) -> Stages:
     """The best contiguous split, by dynamic programming over (stages, blocks given out).
 

@@ -13,6 +13,8 @@ from holdfast.data.read.vocabulary import read_object
 from holdfast.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
+LEGACY_FILE = "chat_template.json"
+"""Where processors of transformers kept the template before release 4.48: its only key has it."""
 NAME_THE_TEMPLATE = (
     "set data.chat.template to alpaca (chatml and llama3 need their own tokens), or "
     "name a file of your own"
@@ -80,7 +82,10 @@ def read_templates(
         return {DEFAULT: named[name]}
     if name is None and DEFAULT in named:
         return named
-    what, remedy = f", neither {TEMPLATE_FILE} nor in tokenizer_config.json", NAME_THE_TEMPLATE
+    what, remedy = (
+        f", neither {TEMPLATE_FILE} nor in tokenizer_config.json or {LEGACY_FILE}",
+        NAME_THE_TEMPLATE,
+    )
     if named:
         what = f" of the name {name or DEFAULT}"
         remedy = f"set data.chat.template_name to {' or '.join(named)}"
@@ -99,6 +104,8 @@ def folder_templates(folder: Path) -> dict[str, str]:
         files[DEFAULT] = folder / TEMPLATE_FILE
     else:
         found = read_object(folder / "tokenizer_config.json").get("chat_template")
+        if found is None:
+            found = read_object(folder / LEGACY_FILE).get("chat_template")
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
     named = found if isinstance(found, dict) else {DEFAULT: found}

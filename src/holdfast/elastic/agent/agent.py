@@ -42,6 +42,7 @@ from holdfast.elastic.agent.monitors import (
     check_prediction_forever,
     check_progress_forever,
     check_save_forever,
+    report_minority_forever,
     report_spare_forever,
     report_spares_forever,
 )
@@ -186,6 +187,10 @@ class NodeAgent:
             emit = self._records.progress.emit_once_begun
             spares = report_spares_forever(cluster.beat_seconds, self._parts.spares, emit)
             watches.append(asyncio.create_task(spares))
+            lacked = report_minority_forever(
+                beat, self._context.node, lambda: self._parts.role_loop.lacked_majority, emit
+            )
+            watches.append(asyncio.create_task(lacked))
         if self._prediction is not None:
             check = self._parts.shutdown_controller.check_prediction
             watches.append(asyncio.create_task(check_prediction_forever(self._prediction, check)))

@@ -27,6 +27,9 @@ from holdfast.wire.http.refusals import HEALTH, Refusals
 METRICS_MAX_AGE_S = 0.5
 """Greatest age of a rendering: a stranger's many requests then cost the agent little."""
 
+MINORITY = "minority"
+"""State of a node that misses the coordinator and reaches no majority."""
+
 _STAGE_NAMES = {
     NodeStage.IDLE: "opening",
     NodeStage.BUILDING: "opening",
@@ -38,9 +41,15 @@ _STAGE_NAMES = {
 
 
 def describe_state(
-    stage: NodeStage, is_stopping: bool, is_save_waiting: bool = False, is_spare: bool = False
+    stage: NodeStage,
+    is_stopping: bool,
+    is_save_waiting: bool = False,
+    is_spare: bool = False,
+    lacks_majority: bool = False,
 ) -> str:
     """Return one word for the state of the run on this node."""
+    if lacks_majority and not is_stopping:
+        return MINORITY
     if is_spare and not is_stopping:
         return "spare"
     if is_save_waiting and stage is NodeStage.WORKING and not is_stopping:

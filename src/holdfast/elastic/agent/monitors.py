@@ -13,7 +13,8 @@ from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.elastic.protocol.generation_record import read_record
 from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError
-from holdfast.events import RequestsRefused, SparesChanged
+from holdfast.events import MajorityLacked, RequestsRefused, SparesChanged
+from holdfast.policy.membership.election import LackedMajority
 from holdfast.wire.http.refusals import Refusals, describe_refusals
 from holdfast.wire.term import newest_generation
 
@@ -83,6 +84,24 @@ async def report_spares_forever(
             emit(SparesChanged(nodes=list(found)))
         emitted = found if found in (None, before) else emitted
         before = found
+
+
+async def report_minority_forever(
+    interval_s: float,
+    node: str,
+    lacked_majority: Callable[[], LackedMajority | None],
+    emit: Callable[[MajorityLacked], None],
+) -> None:
+    """Emit when this node begins to lack a majority, and when that is over; never ends."""
+    is_lacking = False
+    while True:
+        await asyncio.sleep(interval_s)
+        lacked = lacked_majority()
+        if (lacked is not None) is is_lacking:
+            continue
+        is_lacking = lacked is not None
+        it = lacked or LackedMajority((), (), 0.0)
+        emit(MajorityLacked(node, [*it.reached], [*it.members], it.wait_s))
 
 
 async def check_prediction_forever(

@@ -132,6 +132,7 @@ class RequestHandlers:
                 bool(self.parts.shutdown_controller.stop_reason),
                 progress.is_save_waiting,
                 self.parts.node_runner.is_spare,
+                self.parts.role_loop.lacked_majority is not None,
             ),
             self.parts.role_loop.state.term,
             str(self.parts.role_loop.state.role),

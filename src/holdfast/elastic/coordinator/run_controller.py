@@ -182,6 +182,7 @@ class RunController:
         self._loss_counter = LossCounter(cluster.max_restarts_without_progress, hooks.has_stepped)
         self._session_start = SessionStart(context, event_log)
         self._generation_floor = GenerationFloor(context, hooks)
+        self._leaving_reason = ALL_NODES_LEAVING_REASON
         self._node_shortage = NodeShortage(
             cluster, hooks, say, context.single_node_term is not None, self.select_nodes
         )
@@ -303,8 +304,10 @@ class RunController:
         shortage = self._node_shortage
         is_last = transitions.are_all_leaving(state, node_names)
         if is_last and not shortage.closing_reason and not any(map(is_staying, state.nodes)):
-            shortage.closing_reason = ALL_NODES_LEAVING_REASON
-        closing = shortage.closing_reason or ALL_NODES_LEAVING_REASON * is_last
+            shortage.closing_reason = await self._find_leaving_reason()
+        closing = shortage.closing_reason
+        if is_last and not closing:
+            closing = await self._find_leaving_reason()
         if cause and why and not closing:
             raise RunEndedError(f"{why}; lost while saving: {cause}", EndReason.STOPPED)
         await self._ensure_mover(generation)
@@ -398,6 +401,12 @@ class RunController:
         else:
             await self._ledger_repair.repair_from_journal(self._journal_tail)
 
+    async def _find_leaving_reason(self) -> str:
+        """Return why all nodes leave."""
+        cause = await asyncio.to_thread(self._context.stop_cause)
+        self._leaving_reason = cause or ALL_NODES_LEAVING_REASON
+        return self._leaving_reason
+
     def build_result(self, end_message: str) -> RunResult:
         """Return the run's result from all nodes' reports; this node may have had no part."""
         coordinator = self.coordinator
@@ -407,7 +416,7 @@ class RunController:
         kind = "" if coordinator is None else coordinator.end_reason
         why = self._node_shortage.closing_reason or self._hooks.stop_reason()
         if not why and coordinator is not None and coordinator.state.is_saving_last:
-            why = ALL_NODES_LEAVING_REASON
+            why = self._leaving_reason
         why = why or "the workers left"
         return run_result(end_message, kind, ends, why, self._hooks.committed_step())
 

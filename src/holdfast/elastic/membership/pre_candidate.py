@@ -81,6 +81,7 @@ class PreCandidate:
 
     def close(self) -> None:
         """End the pre-vote, if there is one."""
+        self._membership.lacked_majority = None
         if self._pre_vote is not None:
             self._pre_vote.close()
             self._pre_vote = None
@@ -110,14 +111,18 @@ class PreCandidate:
         membership = self._membership
         newest = await self._observe_journals(search, leader_name)
         alive = search.has_leader_progress(self._round_s)
+        now = membership.now
         membership.set_state(
             election.pre_vote_ended(
                 membership.state,
                 peers,
                 newest,
-                membership.now,
+                now,
                 membership.timeouts,
                 search.journal_sizes,
                 alive,
             )
+        )
+        membership.lacked_majority = election.lacked_majority(
+            membership.state, peers, now, membership.timeouts
         )

@@ -40,7 +40,7 @@ from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.run_result import EndReason, RunEndedError, refuse_join
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.policy.membership import election
-from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
+from holdfast.policy.membership.election import AgentState, ElectionTimeouts, LackedMajority, Role
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
@@ -127,6 +127,11 @@ class RoleLoop:
     def coordinator(self) -> Coordinator | None:
         """Return the coordinator in this process, if this agent leads."""
         return self._membership.coordinator
+
+    @property
+    def lacked_majority(self) -> LackedMajority | None:
+        """Return what this agent lacks to continue without its coordinator; None: nothing."""
+        return self._membership.lacked_majority
 
     @property
     def agent_addresses(self) -> Mapping[str, str]:

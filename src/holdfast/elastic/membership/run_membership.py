@@ -19,7 +19,7 @@ from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import HungWorker, StallReport
 from holdfast.policy.membership import election
-from holdfast.policy.membership.election import AgentState, ElectionTimeouts, Role
+from holdfast.policy.membership.election import AgentState, ElectionTimeouts, LackedMajority, Role
 from holdfast.policy.membership.transitions import NodeCommand, NodeStage
 from holdfast.wire.waiting import wait_event
 
@@ -96,6 +96,8 @@ class RunMembership:
         """Moment until which the run is to continue without this node's workers."""
         self.has_replacement = False
         """True if free places elsewhere can take this node's workers."""
+        self.lacked_majority: LackedMajority | None = None
+        """Set while this agent misses its coordinator and reaches no majority."""
         self.agent_addresses: Mapping[str, str] = {}
         """Of the newest generation: name -> address."""
         self.run_end: tuple[str, str] | None = None

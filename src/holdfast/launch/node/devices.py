@@ -41,8 +41,10 @@ def refuse_devices(loaded: LoadedConfig, machine: HardwareInfo) -> None:
         more = f" with {shared} workers each" if shared > 1 else ""
         each = f", cluster.workers_per_device={-(-workers // len(found))}" if found else ""
         raise ConfigError(
-            f"{key} is {workers}, but this machine has {len(found)} accelerators{more}",
-            where=loaded.where(key),
+            f"{key} is {workers}, but this machine has {len(found)} accelerators{more}"
+            if found
+            else f"device is {config.device}, but this machine has none",
+            where=loaded.where(key if found else "device"),
             remedy=f"use {len(found) * shared}{each}, or device=cpu" if found else "use device=cpu",
         )
     if machine.torch_computes_on == "CPU" and kind.name in _BUILDS:

@@ -13,7 +13,8 @@ in the run folder as `launch.json`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib import import_module
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
 
 JOB_FILE = "launch.json"
+USER_STOP = "the user stopped it (holdfast down)"
 
 
 class OwnerAwayError(ConfigError):
@@ -108,6 +110,20 @@ class OwnedJob:
                 where=str(path),
                 remedy="remove it, and end the job with its owner's own command",
             ) from None
+
+
+def stop_cause_of(folder: Path) -> Callable[[], str]:
+    """Return a function that says that 'holdfast down' has ended the run's job since this call; it
+    returns "" otherwise."""
+
+    def released_job() -> str:
+        with suppress(RunFolderError):
+            job = OwnedJob.read(folder)
+            return job.job if job.released else ""
+        return ""
+
+    before = released_job()
+    return lambda: USER_STOP if released_job() not in ("", before) else ""
 
 
 class NodeState(StrEnum):

@@ -21,7 +21,8 @@ from pathlib import Path
 from holdfast.checkpoint.bucket.copy import CopyResult, copy_checkpoint
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.loading.identity import TASK_SOURCE, config_hash
+from holdfast.config.loading.fields import as_path, value_at
+from holdfast.config.loading.identity import SOURCE_KEYS, TASK_SOURCE, config_hash
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.core.format.manifest import Commit
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
@@ -34,8 +35,8 @@ from holdfast.launch.run.runs import IMPORTED_FOLDER, Run, read_resolved
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.journal import JournalWriter, segment_key
 from holdfast.wire.store.location import open_store
-from holdfast.wire.store.run_location import bucket_of_run
-from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
+from holdfast.wire.store.run_location import bucket_of_run, store_of_run
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
 from holdfast.wire.term import create_generation, newest_generation
 
 NEWEST = "newest"
@@ -178,7 +179,7 @@ def _make_folder(
             write_description(part, loaded, machine, dataset, parent.dataset_version)
         except RunFolderError as error:
             raise RunFolderError(error.message, where=str(target), remedy=OTHER_FOLDER) from None
-        store = FolderStore(part)
+        store = store_of_run(part)
         _create_generation(store, commit.generation, parent.store)
         copied = copy_checkpoint(source, commit.key, store, on_progress, config_hash=hash_)
         with suppress(MissingKeyError):
@@ -197,9 +198,13 @@ def _make_folder(
 
 
 def _other_source(parent: Run, loaded: LoadedConfig) -> list[str]:
-    """The digest of a task whose files are no longer the parent's, as a changed key."""
-    source = loaded.config.task.source
-    return [] if source == parent.config.task.source else [f"{TASK_SOURCE}={source}"]
+    """The digests of files that are no longer the parent's, as changed keys."""
+    pairs = [(key, as_path(key)) for key in (TASK_SOURCE, *SOURCE_KEYS)]
+    return [
+        f"{key}={here}"
+        for key, path in pairs
+        if (here := value_at(loaded.config, path)) != value_at(parent.config, path)
+    ]
 
 
 def _create_generation(store: RunStore, generation: int, parent: RunStore) -> None:

@@ -33,6 +33,7 @@ from holdfast.launch.run.task_run import (
     PLANNED,
     PLANNED_KEYS,
     describe_in,
+    describe_named_in,
     refuse_keys_of_the_script,
 )
 
@@ -91,9 +92,10 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
         kept = _without_keys_of_the_script(kept, clip_norm)
     text += yaml_tree.dump(kept)
     loaded = resolve_config(text, str(target / "run.yaml"), base=str(target))
-    if not loaded.config.task.name:
-        return loaded
-    return loaded.with_values(describe_in(loaded, loaded.config.task.folder)).validated()
+    folder = loaded.config.task.folder
+    if loaded.config.task.name:
+        loaded = loaded.with_values(describe_in(loaded, folder))
+    return loaded.with_values(describe_named_in(loaded, folder)).validated()
 
 
 def _stored_values(parent: Run) -> dict[str, Any]:

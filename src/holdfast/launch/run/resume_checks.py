@@ -17,7 +17,13 @@ from holdfast.checkpoint.bucket.recover_folder import recover_folder
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_damage
-from holdfast.config.loading.identity import TASK_SOURCE, changed_keys, config_differences, is_place
+from holdfast.config.loading.identity import (
+    SOURCE_KEYS,
+    TASK_SOURCE,
+    changed_keys,
+    config_differences,
+    is_place,
+)
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.train import TrainConfig
@@ -70,7 +76,7 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     to = Path("runs", folder.name.rpartition("-")[0]) if bucket_of_run(folder) else folder
     words = ["holdfast", "branch", location_of_run(folder), "--at", str(at), "--to", _free(to)]
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
-    typed = [d for d in found if not d.key.startswith((*BATCH_KEYS, TASK_SOURCE))]
+    typed = [d for d in found if not d.key.startswith((*BATCH_KEYS, TASK_SOURCE, *SOURCE_KEYS))]
     changes = changed_keys(typed, config)
     if before is not None and any(d.key.startswith(BATCH_KEYS) for d in found):
         changes.append(batches_after(before, after, at))

@@ -50,9 +50,11 @@ from holdfast.launch.run.bucket_run import (
 from holdfast.launch.run.holder import REMOTE_ANSWER_TIMEOUT_S, HolderWatch, ask_holder
 from holdfast.launch.run.resume_checks import branch_command, refuse_cut
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved, read_secrets
+from holdfast.launch.run.sealing import seal_folder
 from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
+from holdfast.wire.store.folder_seal import SEAL_FILE
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.publish import publish_file, replace_file, temporary_beside
 from holdfast.wire.store.run_location import (
@@ -64,7 +66,7 @@ from holdfast.wire.store.run_location import (
 from holdfast.wire.store.run_store import SIMULATED_KEY, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
-FIRST_FILES = frozenset({"run.yaml", "environment.json"})
+FIRST_FILES = frozenset({"run.yaml", "environment.json", SEAL_FILE})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
 
 REPORTED_PACKAGES = (
@@ -345,11 +347,14 @@ def write_description(
 
     if bucket_of_run(folder):
         return describe_in_bucket(folder, files, RESOLVED_FILE, when_begun)
-    return _describe_in_folder(folder, files, when_begun)
+    return _describe_in_folder(folder, loaded.config, files, when_begun)
 
 
-def _describe_in_folder(folder: Path, files: dict[str, str], when_begun: Callable[[], str]) -> bool:
+def _describe_in_folder(
+    folder: Path, config: RunConfig, files: dict[str, str], when_begun: Callable[[], str]
+) -> bool:
     """As `describe_in_bucket`."""
+    seal_folder(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (begins := _create_once(folder / RESOLVED_FILE, files[RESOLVED_FILE])):

@@ -40,6 +40,7 @@ from holdfast.launch.run.run_folder import (
     write_description,
 )
 from holdfast.launch.run.runs import IMPORTED_FOLDER, read_resolved
+from holdfast.launch.run.sealing import seal_folder
 from holdfast.launch.start.data import RunData, prepare_run_data
 from holdfast.launch.start.facts import Facts, Screen, resolve
 from holdfast.options.registry import option_keys
@@ -77,6 +78,7 @@ def begin_run(start: Start) -> BegunRun:
     folder, fresh, say = start.folder, start.fresh, start.screen.say
     several = start.facts.several
     check_location(start.loaded.config.checkpoint.bucket)
+    seal_folder(folder, start.loaded.config, fresh=fresh)
     probe_run_store(folder)  # before anything is read or written in the run folder
     refuse_old_base(start.loaded)
     refuse_branch_without_state(folder, start.loaded, fresh)

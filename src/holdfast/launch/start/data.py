@@ -215,11 +215,19 @@ def prepare_run_data(
 
 # --- a run that is only looked at ---------------------------------------------------------------
 def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConfig:
-    """Fill in the dataset's vocabulary if the dataset is prepared. Raises ConfigError."""
-    data = loaded.config.data
+    """Fill in the dataset's vocabulary, and the steps of `train.epochs`, if the dataset is
+    prepared. Raises ConfigError."""
+    data, train = loaded.config.data, loaded.config.train
     if not dataset_exists(data.folder, data):
+        if train.epochs:
+            screen.say(
+                f"the dataset is not prepared: train.epochs {train.epochs:g} is shown as "
+                f"{train.steps:,} steps; prepare it with: holdfast data prepare RUN.yaml"
+            )
         return loaded
-    return with_vocabulary(loaded, open_dataset(data.folder, data), screen)
+    dataset = open_dataset(data.folder, data)
+    loaded = with_vocabulary(loaded, dataset, screen)
+    return loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
 
 
 def plan_to_look(loaded: LoadedConfig) -> tuple[LoadedConfig, Facts]:

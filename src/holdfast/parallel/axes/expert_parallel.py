@@ -30,7 +30,7 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward, permute
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.comm.collectives import Collectives, with_gradient
-from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.comm_stats import TrafficCounter, waiting
 
 
 def routed_layers(decoder: Decoder) -> list[RoutedFeedForward]:
@@ -117,14 +117,16 @@ class ExpertExchange:
         rows = rows.contiguous()
         self.count((rows.shape[0] - parts[self.rank]) * rows[:1].nbytes if len(rows) else 0)
         came = rows.new_empty(sum(other_parts), *rows.shape[1:])
-        dist.all_to_all_single(came, rows, other_parts, parts, group=self.group)
+        with waiting(self._traffic, "ep", "tokens"):
+            dist.all_to_all_single(came, rows, other_parts, parts, group=self.group)
         return came
 
     def _exchange_counts(self, sent: Tensor) -> Tensor:
         """[n, E / n] -> [n, E / n]"""
         self.count(sent.nbytes // self.size * (self.size - 1))
         came = torch.empty_like(sent)
-        dist.all_to_all_single(came, sent.contiguous(), group=self.group)
+        with waiting(self._traffic, "ep", "counts"):
+            dist.all_to_all_single(came, sent.contiguous(), group=self.group)
         return came
 
     def count(self, nbytes: int) -> None:

@@ -40,7 +40,7 @@ from torch.distributed.fsdp import (
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed
-from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.comm_stats import TrafficCounter, waiting
 from holdfast.parallel.gradients.buckets import Slot
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.gradients.leaf_progress import StageParameters
@@ -347,9 +347,11 @@ class CountedGather:
         if self.traffic is not None:
             self.traffic.add("gather", (group.size() - 1) * sent.nbytes)
         if self.code is None:
-            return gather_parts(output_tensor, sent, group, async_op)
+            with waiting(self.traffic, "gather", "unit"):
+                return gather_parts(output_tensor, sent, group, async_op)
         received = sent.new_empty(group.size(), len(sent))
-        gather_parts(received.view(-1), sent, group)
+        with waiting(self.traffic, "gather", "unit"):
+            gather_parts(received.view(-1), sent, group)
         self.code.unpack(received, output_tensor.view(group.size(), -1))
         return None
 
@@ -394,7 +396,8 @@ class OrderedReduceScatter:
         if self.traffic is not None:
             self.traffic.add("scatter", (group.size() - 1) * sent[0].nbytes)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with waiting(self.traffic, "scatter", "unit"):
+            dist.all_to_all_single(received, sent, group=group)
         if code is not None:
             code.unpack(received, parts)
             received = parts

@@ -30,8 +30,11 @@ order. A backend's own sum depends on how it connects the ranks, which a recover
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.core.devices import GLOO, STAGED_GLOO
-from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.comm_stats import TrafficCounter, waiting
 from holdfast.parallel.torch_compat import gather_parts
 
 _TAG = 7  # the messages of a group come in the order in which they were sent: one tag will do
@@ -68,7 +71,7 @@ class Collectives:
         self.rank, self.size = self._members.index(group.rank()), len(self._members)
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._traffic, self._kind = traffic, kind
-        self._pending_sends: list[tuple[object, Tensor]] = []
+        self._pending_sends: list[_Sends] = []
         self._rotations: deque[_Sent] = deque()
         self._sent = self._received = 0  # rotations
         self.reports_loss = self._by_messages = dist.get_backend(group) in (GLOO, STAGED_GLOO)
@@ -84,20 +87,26 @@ class Collectives:
         out: contiguous memory for the result, of which `part` may be this rank's place; without
             it a new tensor. Neither may change until the next collective, or a vote, has ended.
         """
+        return self.start_gather(part, out).wait()
+
+    def start_gather(self, part: Tensor, out: Tensor | None = None) -> Exchange:
+        """Begin `all_gather`. What is begun is waited for in its order, on every rank alike. The
+        part must not change before."""
         part = part.contiguous()
         self._count(part.nbytes * (self.size - 1))
         if out is None:
             out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        whole = out
         if self._by_messages:
             places = out.view(self.size, *part.shape)
-            receipts = self._exchange([part] * self.size, places)
+            begun = self._exchange("gather", [part] * self.size, places, lambda: whole)
             places[self.rank].copy_(part)
-            self._wait(receipts)
-        elif self.size == self.group.size():
-            gather_parts(out, part, self.group)
+            return begun
+        if self.size == self.group.size():
+            work = gather_parts(out, part, self.group, async_op=True)
         else:
-            self._swap_on_device(part.view(-1).repeat(self.size), out)
-        return out
+            work = self._swap_on_device(part.view(-1).repeat(self.size), out)
+        return self._begun("gather", [work], lambda: whole)
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum over ranks.  [n * t, ...] -> [t, ...], a new tensor
@@ -105,23 +114,31 @@ class Collectives:
         Added up in rank order, so that no part depends on the order of arrival. In half
         precision on the CPU, the sum of more than two is taken in float32.
         """
+        return self.start_scatter(whole).wait()
+
+    def start_scatter(self, whole: Tensor) -> Exchange:
+        """Begin `reduce_scatter`, see `start_gather`. The sum is taken by who waits."""
         whole = whole.contiguous()
         self._count(whole.nbytes // self.size * (self.size - 1))
         parts = whole.view(self.size, -1, *whole.shape[1:])
         received = torch.empty_like(parts)
+
+        def add() -> Tensor:
+            return _sum_in_order(
+                [parts[i] if i == self.rank else received[i] for i in range(self.size)]
+            )
+
         if self._by_messages:
-            self._wait(self._exchange(parts, received))
-            inputs = [parts[i] if i == self.rank else received[i] for i in range(self.size)]
-            return _sum_in_order(inputs)
-        self._swap_on_device(whole, received)
-        return _sum_in_order(list(received))
+            return self._exchange("scatter", parts, received, add)
+        return self._begun("scatter", [self._swap_on_device(whole, received)], add)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, of the same bits on each; a new tensor."""
         out = tensor.clone(memory_format=torch.contiguous_format)
         self._count(2 * out.nbytes * (self.size - 1) // self.size)
         if self._by_messages:
-            dist.all_reduce(out, group=self.group)
+            with waiting(self._traffic, self._kind, "all-reduce"):
+                dist.all_reduce(out, group=self.group)
             return out
         part = -(-out.numel() // self.size)
         padded = out.new_zeros(self.size, part)
@@ -137,14 +154,12 @@ class Collectives:
         self._count(parts.nbytes // self.size * (self.size - 1))
         received = torch.empty_like(parts)
         if self._by_messages:
-            receipts = self._exchange(parts, received)
+            begun = self._exchange("swap", parts, received, lambda: received)
             received[self.rank].copy_(parts[self.rank])
-            self._wait(receipts)
-        else:
-            self._swap_on_device(parts, received)
-        return received
+            return begun.wait()
+        return self._begun("swap", [self._swap_on_device(parts, received)], lambda: received).wait()
 
-    def rotate(self, tensor: Tensor) -> Rotation:
+    def rotate(self, tensor: Tensor) -> Exchange:
         """Start to send to the next rank and to receive as much from the one before. Rotations are
         waited for in their order, and all before another collective. The tensor must not change."""
         tensor = tensor.contiguous()
@@ -156,13 +171,13 @@ class Collectives:
             sending = self.group.send([tensor], after, _TAG)
             self._rotations.append(_Sent(sending, tensor, self._received))
             self._sent += 1
-            return Rotation(into, receipt, self._take_rotation)
+            return self._begun("rotate", [receipt], lambda: into, self._take_rotation)
         # On a device this is one batch of two messages: empty ones are not sent.
         coming, going = (self._sizes([peer], tensor.numel()) for peer in (before, after))
         receipt = dist.all_to_all_single(
             into.view(-1), tensor.view(-1), coming, going, group=self.group, async_op=True
         )
-        return Rotation(into, receipt, lambda: None)
+        return self._begun("rotate", [receipt], lambda: into)
 
     # --- with gradient --------------------------------------------------------------------
     def swap(self, parts: Tensor) -> Tensor:
@@ -186,29 +201,46 @@ class Collectives:
         return with_gradient(x, self.all_reduce, lambda gradient: gradient)
 
     # --- messages -------------------------------------------------------------------------
-    def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> list[Any]:
+    def _exchange(
+        self, name: str, out: Sequence[Tensor] | Tensor, into: Tensor, result: Callable[[], Tensor]
+    ) -> Exchange:
         """Start to send out[i] to rank i and to receive into into[i] from it."""
         group, ranks = self.group, self._members
+        arrived = [sends for sends in self._pending_sends if sends.is_over]
         receipts = [group.recv([into[peer]], ranks[peer], _TAG) for peer in self._others]
-        sends = [(group.send([out[peer]], ranks[peer], _TAG), out[peer]) for peer in self._others]
-        self._pending_sends.extend(sends)
-        return receipts
+        mine = [(group.send([out[peer]], ranks[peer], _TAG), out[peer]) for peer in self._others]
+        sends = _Sends(mine, into)
+        self._pending_sends.append(sends)
 
-    def _swap_on_device(self, parts: Tensor, into: Tensor) -> None:
-        """Exchange equal parts with each member.  [n, ...] -> [n, ...]"""
+        def on_arrival() -> None:
+            """Every peer has begun this exchange. So it had received what I sent in those that
+            were over here when I began it."""
+            sends.is_over = True
+            self._pending_sends = [each for each in self._pending_sends if each not in arrived]
+            self._rotations.clear()
+
+        return self._begun(name, receipts, result, on_arrival)
+
+    def _begun(
+        self,
+        name: str,
+        works: Sequence[Any],
+        result: Callable[[], Tensor],
+        on_arrival: Callable[[], None] = lambda: None,
+    ) -> Exchange:
+        place = (self._traffic, self._kind, name, time.monotonic())
+        return Exchange(works, result, on_arrival, place)
+
+    def _swap_on_device(self, parts: Tensor, into: Tensor) -> Any:
+        """Begin to exchange equal parts with each member.  [n, ...] -> [n, ...]"""
         sizes = self._sizes(self._members, parts.numel() // self.size)
-        dist.all_to_all_single(into.view(-1), parts.view(-1), sizes, sizes, group=self.group)
+        return dist.all_to_all_single(
+            into.view(-1), parts.view(-1), sizes, sizes, group=self.group, async_op=True
+        )
 
     def _sizes(self, members: Sequence[int], elements: int) -> list[int]:
         """So many elements for each of some members, none for the other ranks of the group."""
         return [elements * (rank in members) for rank in range(self.group.size())]
-
-    def _wait(self, receipts: Sequence[Any]) -> None:
-        """Every peer has sent its part, so it had received what I sent before this exchange."""
-        for receipt in receipts:
-            receipt.wait()
-        del self._pending_sends[: len(self._pending_sends) - len(self._others)]
-        self._rotations.clear()
 
     def _take_rotation(self) -> None:
         """A rotation has come. The rank before sent it after it had received as many as I had when
@@ -235,18 +267,33 @@ class _Sent(NamedTuple):
     received: int
 
 
-class Rotation(NamedTuple):
-    """What comes from the rank before."""
+@dataclass(eq=False)
+class _Sends:
+    """What an exchange sent, and where it receives. is_over: it was waited for here."""
 
+    works: Sequence[object]
     into: Tensor
-    receipt: Any
+    is_over: bool = False
+
+
+class Exchange(NamedTuple):
+    """An exchange that has begun. place: its counter, kind, name, and when it began."""
+
+    works: Sequence[Any]
+    result: Callable[[], Tensor]
     on_arrival: Callable[[], None]
+    place: tuple[TrafficCounter | None, str, str, float]
 
     def wait(self) -> Tensor:
-        """Return it once it is here."""
-        self.receipt.wait()
+        """Return what comes of it, once it is here."""
+        traffic, kind, name, start = self.place
+        with nullcontext() if traffic is None else traffic.exposed(kind):
+            for work in self.works:
+                work.wait()
+        if traffic is not None:
+            traffic.note(kind, name, start)
         self.on_arrival()
-        return self.into
+        return self.result()
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:

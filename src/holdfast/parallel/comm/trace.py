@@ -139,6 +139,10 @@ class SpanRecorder:
             spans.sort(key=lambda span: span.stop)
         return spans
 
+    def note(self, track: str, name: str, start: float, stop: float) -> None:
+        """A span of the host that is over."""
+        self._on_host.append((track, name, start, stop))
+
     def span(self, track: str, name: str) -> AbstractContextManager[None]:
         """`with recorder.span(COMPUTE, "1F0"): ...`"""
         if track == COMPUTE and self._timeline is not None:

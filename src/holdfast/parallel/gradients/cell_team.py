@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from holdfast.core.sharding.reduction_cells import Member
@@ -64,8 +66,19 @@ class CellTeam:
         return tuple((self.own_index + i) % size for i in range(1, size))
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Note when something of the reduction happens, if the run file asks for it."""
-        return self.recorder.span(REDUCE, name) if self.recorder else nullcontext()
+        """Note when something of the reduction happens, where that is asked for."""
+        marked = ExitStack()
+        if self.recorder is not None:
+            marked.enter_context(self.recorder.span(REDUCE, name))
+        if self.peers.traffic is not None:
+            end = partial(self.peers.traffic.note, REDUCE, name, time.monotonic(), tells=False)
+            marked.callback(end)
+        return marked
+
+    def exposed(self) -> AbstractContextManager[None]:
+        """The passes are over, and this rank waits for the sums."""
+        traffic = self.peers.traffic
+        return nullcontext() if traffic is None else traffic.exposed(REDUCE)
 
     @property
     def is_plain_all_reduce(self) -> bool:

@@ -28,9 +28,8 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.reduction_cells import Cell
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.step_resume import Computed, partial_sums
-from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.buckets import Slot, arrange_boxes
-from holdfast.parallel.gradients.cell_team import CellTeam, ExchangeKind
+from holdfast.parallel.gradients.cell_team import CellTeam
 from holdfast.parallel.gradients.gathered import GatheredLauncher
 from holdfast.parallel.gradients.grad_norm import total_of_squares
 from holdfast.parallel.gradients.leaf_progress import LeafProgress, StageParameters
@@ -38,14 +37,6 @@ from holdfast.parallel.gradients.placement import GradientPlacement
 from holdfast.parallel.gradients.reducer import MakeBuffer, Reducer
 
 Cells = Sequence[tuple[Cell, CellTeam]]
-
-
-def single_cell(
-    boxes: Mapping[str, Box], peers: PeerGroup, exchange: ExchangeKind = "direct"
-) -> Cells:
-    """One cell of all that is held: replicas of one shape, one member of `peers` each."""
-    team = CellTeam.of_replicas(peers, exchange)
-    return [(Cell(team.members, tuple(box for box in boxes.values() if box.size)), team)]
 
 
 class GradientFeeder:

@@ -237,7 +237,8 @@ class Reducer:
     def join(self) -> None:
         """Wait until the step's communication is over, well or badly."""
         if self._round is not None:
-            self._round.join()
+            with self.team.exposed():
+                self._round.join()
             self._round = None
 
     def finish(self) -> None:

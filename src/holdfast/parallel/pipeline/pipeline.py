@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -160,8 +160,13 @@ class PipelineInterpreter:
         return plan
 
     def span(self, track: str, name: str) -> AbstractContextManager[None]:
-        """A span of the recorder, if there is one."""
-        return self.recorder.span(track, name) if self.recorder else nullcontext()
+        """A span of the recorder, if there is one. A wait is counted as exposed."""
+        marked = ExitStack()
+        if self.recorder is not None:
+            marked.enter_context(self.recorder.span(track, name))
+        if track != COMPUTE and self.peers.traffic is not None:
+            marked.enter_context(self.peers.traffic.exposed("pp"))
+        return marked
 
     def post_receipts(self, plan: PipelinePlan) -> None:
         """Post the receives of the receipts that this run will be owed."""

@@ -9,6 +9,7 @@ from holdfast.config.sections.layout import DegreesConfig
 from holdfast.config.sections.memory import HOST
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import AXES, Layout, place_replicas
+from holdfast.options.tp_by.keys import ComponentDegrees
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.placing.topology_cost import placed_choice
@@ -40,6 +41,9 @@ def values_of(choice: Choice) -> dict[str, Any]:
     }
     if "optimizer" in choice.host:
         values["train.memory.optimizer"] = HOST
+    if choice.tp_by:
+        parts = zip(("attention", "ffn"), choice.tp_by, strict=True)
+        values |= {f"layout.tp_by.{part}": degree for part, degree in parts}
     alike = {(group.mesh_shape, group.stages) for group in choice.replicas}
     if len(alike) == 1:
         return values | {f"layout.{key}": value for key, value in _degrees(first).items()}
@@ -60,6 +64,9 @@ def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
     train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
     if place := train.pop("memory.optimizer", ""):
         train["memory"] = config.train.memory.model_copy(update={"optimizer": place})
+    parts = {k[6:]: layout.pop(k) for k in list(layout) if k.startswith("tp_by.")}
+    if parts:
+        layout["tp_by"] = ComponentDegrees(**parts)
     if "replicas" in layout:
         layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
     sections = {"layout": layout, "train": train}

@@ -25,6 +25,9 @@ from holdfast.plan.search.search import Found, Limits, SearchResult, search
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 """Schedules that are tried: none of them changes the curve."""
+MOST_BY_PART = 8
+"""Devices up to which attention and feed-forward get degrees of their own. The search then looks at
+26 pairs."""
 _SHORT = 40  # groups of layouts that a search opens for a remedy
 
 
@@ -125,7 +128,11 @@ def plan_run(
         share = config.plan.memory_share
         problem = Problem(workload, part.cluster, part.devices, memory_share=share)
         try:
-            own = replace(limits, devices=number if given or machines.cores else 0)
+            own = replace(
+                limits,
+                devices=number if given or machines.cores else 0,
+                by_part=part.cluster.size <= MOST_BY_PART and _may_cut_by_part(loaded),
+            )
             result = cache.search(problem, own, rules_of(loaded, problem, now))
             plans.append(RunPlan(problem, part, result, limits))
         except LayoutError as error:
@@ -133,6 +140,15 @@ def plan_run(
     if not plans:
         raise refused[0]
     return min(plans, key=lambda plan: plan.best.score)
+
+
+def _may_cut_by_part(loaded: LoadedConfig) -> bool:
+    """Return True if the run file leaves `layout.tp` and `layout.tp_by` open, and the run allows
+    lower degrees."""
+    config = loaded.config
+    keys = ("layout.tp_by.attention", "layout.tp_by.ffn", "layout.tp_by", "layout.tp")
+    is_open = not any(key in loaded.origins and is_given(loaded, key) for key in keys)
+    return is_open and config.train.precision != "fp8" and config.layout.quantized == "none"
 
 
 def _more_workers(

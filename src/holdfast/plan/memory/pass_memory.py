@@ -264,8 +264,8 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
     adapters = shape.options.adapters
     weight = shape.item * shape.inner * (adapters.rank if adapters else shape.model.dim)
     gathered = stage.ffn_input if stage.is_cut else 0
-    if adapters and any("ffn.down" in names for names in adapters.blocks):
-        return 3 * inner + weight  # two gradients of the product, and their sum
+    if adapters:  # two gradients of the product, and their sum; or it is not kept, so not dropped
+        return 3 * inner + weight
     return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
 
 
@@ -287,7 +287,8 @@ def reduce_bytes(
 
 def loss_chunk(config: RunConfig, device: str) -> int:
     """Return the tokens whose logits the loss holds at a time. device: "cpu" or "accelerator"."""
-    name = config.device if is_accelerator(config.device) else "cuda"
+    first = next(name for name in DEVICES if is_accelerator(name))
+    name = config.device if is_accelerator(config.device) else first
     kind = DEVICES["cpu" if device == "cpu" else name]
     return kind.chunk_tokens(max(1, config.model.vocab_size), config.train.loss_chunk)
 

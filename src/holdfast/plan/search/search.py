@@ -84,7 +84,7 @@ def search(
     for one in tries:
         if best is None or problem.cluster.size <= _COMPLETE:
             best = one.run(first, best)
-    for tp, pair in part_degrees(problem, limits):
+    for tp, pair in part_degrees(problem, limits) if objective is step_seconds else ():
         best = _with_parts(problem, replace(limits, tp=tp), objective, allows, pair, best)
     if best is None:
         raise nothing_fits_error(problem, tries[0].limits, tries[0].find_any)

@@ -208,9 +208,9 @@ def part_degrees(problem: Problem, limits: Limits) -> Iterator[tuple[int, tuple[
     if any(block.attention is None or block.experts for block in blocks):
         return
     for tp in _allowed(limits.tp, range(2, max(p.size for p in problem.cluster.pools) + 1)):
-        for attention, feed_forward in product(divisors(tp), repeat=2):
-            if min(attention, feed_forward) < tp:
-                yield tp, (attention, feed_forward)
+        for attention, feed in product(divisors(tp), repeat=2):
+            if min(attention, feed) < tp:
+                yield tp, (attention, feed)
 
 
 def computes_own(choice: Choice, workload: Workload) -> bool:

@@ -94,6 +94,15 @@ class AgentState:
     minority_candidacies: int = 0  # claims with less than a majority since another agent led it
 
 
+@dataclass(frozen=True)
+class LackedMajority:
+    """What an agent without a coordinator reaches, if that is no majority."""
+
+    reached: tuple[str, ...]  # members that miss the coordinator too, this agent included
+    members: tuple[str, ...]  # of the newest generation that the agent took part in
+    wait_s: float  # seconds until it continues without the others
+
+
 def newest_term_read(state: AgentState, term: int, leader_address: str, now: float) -> AgentState:
     """Take the run store's newest term and its holder; "" if no agent holds it any more."""
     if state.role in (Role.SHUTDOWN, Role.CANDIDATE):
@@ -201,9 +210,8 @@ def can_be_candidate(
 ) -> bool:
     """Return True if this agent should open the next term now."""
     place = _candidate_place(state, replies)
-    alone = timeouts.minority_wait_s * 2 ** min(state.minority_candidacies, MAX_BACKOFF_DOUBLINGS)
     return now - state.role_since >= (
-        alone if place is None else place * timeouts.delay_per_place_s
+        _minority_wait_s(state, timeouts) if place is None else place * timeouts.delay_per_place_s
     )
 
 
@@ -215,6 +223,23 @@ def _candidate_place(state: AgentState, replies: Mapping[str, PreVoteReply]) -> 
     if 2 * len(misses) > len(alive) or not alive:
         return misses.index(state.name) if state.name in misses else len(misses)
     return None
+
+
+def lacked_majority(
+    state: AgentState, replies: Mapping[str, PreVoteReply], now: float, timeouts: ElectionTimeouts
+) -> LackedMajority | None:
+    """Return what a silent agent lacks after `pre_vote_ended`. None: a majority misses the
+    coordinator, or another agent shows that the run continues."""
+    misses, alive = _missing_and_alive(state, replies)
+    others_continue = state.role_since == now or PreVoteReply.HEARS_LEADER in replies.values()
+    if state.role is not Role.PRE_CANDIDATE or others_continue or 2 * len(misses) > len(alive):
+        return None
+    wait_s = max(0.0, state.role_since + _minority_wait_s(state, timeouts) - now)
+    return LackedMajority(tuple(misses), state.members, wait_s) if misses else None
+
+
+def _minority_wait_s(state: AgentState, timeouts: ElectionTimeouts) -> float:
+    return timeouts.minority_wait_s * 2.0 ** min(state.minority_candidacies, MAX_BACKOFF_DOUBLINGS)
 
 
 def _missing_and_alive(

@@ -104,11 +104,7 @@ def has_replacement(state: CoordinatorState, name: str) -> bool:
     node = state.node(name)
     if node is None or name not in state.members:
         return False
-    free = 0
-    for other in state.nodes:
-        if other.name != name and is_staying(other):
-            ready = other.places if other.ready_workers is None else other.ready_workers
-            free += max(0, ready - (other.used_places if other.name in state.members else 0))
+    free = state.all_free_places - state.free_places.get(name, 0)
     return 0 < node.used_places <= free
 
 

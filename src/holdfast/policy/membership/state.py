@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from math import inf
 
 from holdfast.core.json_parsing import JsonRow
@@ -195,6 +196,22 @@ class CoordinatorState:
                 reign = reign.with_node(node)
             return reign
         return replace(self, nodes=tuple(nodes.get(node.name, node) for node in self.nodes))
+
+    @cached_property
+    def free_places(self) -> dict[str, int]:
+        """Places of nodes that stay which have a process and no rank, by node; without the nodes
+        that have none. It is computed once, because every heartbeat asks."""
+        found = {}
+        for node in self.nodes:
+            ready = node.places if node.ready_workers is None else node.ready_workers
+            free = ready - (node.used_places if node.name in self.members else 0)
+            if free > 0 and node.leaving_at == inf and not node.is_banned:
+                found[node.name] = free
+        return found
+
+    @cached_property
+    def all_free_places(self) -> int:
+        return sum(self.free_places.values())
 
     @property
     def are_workers_computing(self) -> bool:

@@ -31,6 +31,7 @@ from holdfast.events import (
     SaveInterval,
     StepDone,
 )
+from holdfast.report.ledger.exchanges import ExchangeBook, ExchangeSeconds
 from holdfast.report.ledger.experts import ExpertLoad, RankLoads
 from holdfast.report.ledger.incidents import Incident, IncidentBook
 from holdfast.report.ledger.notices import notice_text
@@ -170,6 +171,7 @@ class History:
     rungs: Mapping[int, int] = field(default_factory=dict)  # by generation; -1: no recovery
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
+    exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -296,6 +298,7 @@ def rung_prices(history: History) -> dict[int, float]:
 @dataclass
 class _HistoryBuilder:
     ledger: TimeLedger = field(default_factory=TimeLedger)
+    exchanges: ExchangeBook = field(default_factory=ExchangeBook)
     book: IncidentBook = field(default_factory=IncidentBook)
     started: RunStarted | None = None
     steps: dict[int, StepPoint] = field(default_factory=dict)
@@ -401,6 +404,7 @@ class _HistoryBuilder:
             event.unit,
         )
         if counts:
+            self.exchanges.add(event)
             self.steps[event.step] = point
         else:
             self.rework.setdefault(generation, []).append(point)
@@ -469,5 +473,6 @@ class _HistoryBuilder:
             loads_with_copies=self.experts.with_copies,
             rungs=self.rungs,
             plan=self.plan.comparison(),
+            exchanges=self.exchanges.rows(),
             morphs=self.plan.morphs(),
         )

@@ -15,6 +15,7 @@ from holdfast.events import (
     Evaluated,
     Event,
     GenerationStarted,
+    MajorityLacked,
     Record,
     RunBranched,
     RunFailed,
@@ -61,7 +62,9 @@ class RunProgress:
 
     total_steps: int
     run: str = ""
-    state: str = "starting"  # starting, training, recovering, finished, stopped, failed
+    state: str = (
+        "starting"  # starting, training, recovering, waiting ..., finished, stopped, failed
+    )
     generation: int = 0
     step: int = 0
     loss: float = float("nan")
@@ -157,6 +160,10 @@ class RunProgress:
                     self.losses[event.node] = record.time, event.cause
                 loss = WorkerLoss(event.rank, event.cause, event.noticed_by, event.node)
                 return ProgressLine(elapsed, f"{loss.description}: {event.cause}", "bad")
+            case MajorityLacked():
+                mood = "bad" if event.nodes else "good"
+                self.state = "waiting for a majority" if event.nodes else "recovering"
+                return ProgressLine(elapsed, notice_text(event), mood)
             case SparesChanged():
                 self._take_spares(set(event.nodes))
             case WorkerHeld():

@@ -68,6 +68,10 @@ def summary(
     if history.experts and history.loads_with_copies:
         copies = history.loads_with_copies
         out["expert_copies"] = {str(block): asdict(loads) for block, loads in copies.items()}
+    if history.exchanges:
+        out["exchanges"] = {
+            e.kind: {"seconds": e.seconds, "exposed": e.exposed} for e in history.exchanges
+        }
     if history.plan is not None:
         out["plan"] = history.plan.to_json()
     if history.morphs:

@@ -9,6 +9,7 @@ from holdfast.events import (
     CheckpointSkipped,
     EmergencyPlanned,
     Event,
+    MajorityLacked,
     NonFinite,
     NoticeReceived,
     NoticesUnheard,
@@ -42,6 +43,8 @@ def notice_text(event: Event) -> str:
             f"the state after step {event.step} is not saved and waits in memory: {place}"
             f"{event.reason}{missing}{remedy}. Ctrl-C gives it up"
         )
+    if isinstance(event, MajorityLacked):
+        return _majority_text(event)
     if isinstance(event, ShardAwaited):
         return event.text
     if isinstance(event, CheckpointRejected):
@@ -82,3 +85,17 @@ def notice_text(event: Event) -> str:
     if isinstance(event, RunFailed):
         return f"the run failed: {event.reason}"
     return ""
+
+
+def _majority_text(event: MajorityLacked) -> str:
+    if not event.nodes:
+        return f"{event.node} has a coordinator again"
+    away = ", ".join(name for name in event.nodes if name not in event.reached)
+    return (
+        f"{event.node} misses the run's coordinator and reaches {len(event.reached)} of the "
+        f"{len(event.nodes)} nodes of the last generation, no majority. It does not reach {away}. "
+        "It waits, and nothing is committed meanwhile. Continue or restart "
+        f"holdfast there, or mend the network; if its processes end there, {event.node} continues "
+        f"at once. Otherwise it continues without {away} in {event.seconds:.0f} s "
+        "(cluster.alone_seconds)"
+    )

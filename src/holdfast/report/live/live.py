@@ -51,6 +51,7 @@ _STATES = {
     "recovering": "red",
     "starting": "yellow",
     "stopped": "yellow",
+    "waiting for a majority": "bold red",
 }
 _REDRAWS_PER_S = 4
 _MAX_QUEUED_LINES = 1000  # lines that may wait for a slow reader; older ones are dropped

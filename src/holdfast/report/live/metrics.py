@@ -90,6 +90,11 @@ _HISTOGRAMS: dict[str, tuple[str, ...]] = {
         "Seconds of each step by phase; the phases add up to the step",
         "phase",
     ),
+    "exchange_duration_seconds": (
+        "Seconds of each step in which an exchange was under way, and exposed ones; CPUs only",
+        "kind",
+        "part",
+    ),
     "recovery_duration_seconds": ("Seconds from a loss to the first new step, by part", "phase"),
     "checkpoint_blocking_seconds": ("Seconds that training was blocked",),
     "checkpoint_duration_seconds": (
@@ -233,6 +238,9 @@ class RunMetrics:
         named["other"] = max(0.0, event.seconds - sum(event.phases.values()))
         for phase, seconds in named.items():
             self._observe("step_duration_seconds", seconds, phase)
+        for kind, both in event.exchanges.items():
+            for part, seconds in zip(("under_way", "exposed"), both, strict=True):
+                self._observe("exchange_duration_seconds", seconds, kind, part)
         if event.seconds > 0:
             speed = event.tokens / event.seconds
             self._set("tokens_per_second", speed)

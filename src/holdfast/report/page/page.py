@@ -110,6 +110,9 @@ def render_page(
         parts.append(
             _section("Where the time went", _goodput_note(history), tables.time_spent(history))
         )
+    if history.exchanges:
+        note = "Of a median step of worker 0. Exposed: the passes waited. The rest is hidden."
+        parts.append(_card("Exchanges between workers", note, tables.exchanges_table(history)))
     parts += _records(history)
     parts += _samples(samples)
     if resolved.get("config"):

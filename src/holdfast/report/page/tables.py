@@ -15,6 +15,7 @@ from holdfast.report.formatting import (
     format_plural,
 )
 from holdfast.report.history.history import Generation, History
+from holdfast.report.ledger.exchanges import EXCHANGES
 from holdfast.report.ledger.incidents import Incident, describe_rung
 from holdfast.report.ledger.planned import PlanComparison
 from holdfast.report.ledger.timeledger import CLASSES
@@ -91,6 +92,21 @@ def _time_row(name: str, seconds: float, share: str) -> tuple[str, str, str, str
     swatch = f'<span class="swatch" style="background:{class_colour(name)}"></span>'
     about = f'<span class="soft">{CLASSES[name]}</span>'
     return swatch + name.replace("_", " "), format_duration(seconds), share, about
+
+
+def exchanges_table(history: History) -> str:
+    """Seconds of each kind of exchange in a step, and those that the passes waited for."""
+    rows = [
+        (
+            each.kind,
+            format_duration(each.seconds),
+            format_duration(each.exposed),
+            format_percent(each.exposed / each.seconds) if each.seconds else "",
+            f'<span class="soft">{EXCHANGES.get(each.kind, "")}</span>',
+        )
+        for each in history.exchanges
+    ]
+    return table(("", "under way", "exposed", "share", "what"), rows, (1, 2, 3))
 
 
 def _bold(content: str) -> str:

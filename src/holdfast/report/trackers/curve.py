@@ -188,4 +188,6 @@ def step_values(record: Record, event: StepDone | Evaluated) -> dict[str, float]
     }
     if event.seconds > 0:
         values[f"time/{event.unit}_per_second"] = event.tokens / event.seconds
+    for kind, (_, exposed) in event.exchanges.items():
+        values[f"time/exposed_{kind}_seconds"] = exposed
     return values | {f"time/{name}_seconds": seconds for name, seconds in event.phases.items()}

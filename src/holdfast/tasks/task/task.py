@@ -127,21 +127,20 @@ class Task(ABC):
         return list(max(lists, key=len, default=()))
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The parts of a module, by names."""
-
-    blocks: str  # a ModuleList, whose items are shared out in order
-    before: Sequence[str] = ()  # modules and parameters that `before()` uses
-    after: Sequence[str] = ()  # those that `after()` uses; a tied one may be in both
-
-
 class PipelineTask(Task):
     """A task whose module is a row of blocks, so that pipeline parallelism (`layout.pp`) can give
     each worker some of them. docs/guide/python.md has the rules."""
 
+    @dataclass(frozen=True)
+    class Parts:
+        """The parts of a module, by names."""
+
+        blocks: str  # a ModuleList, whose items are shared out in order
+        before: Sequence[str] = ()  # modules and parameters that `before()` uses
+        after: Sequence[str] = ()  # those that `after()` uses; a tied one may be in both
+
     @abstractmethod
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> Parts:
         """Name the blocks, and what is used before and after them."""
 
     @abstractmethod

@@ -27,6 +27,7 @@ from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.axes.zero1 import OwnedRows
+from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.torch_compat import (
@@ -92,12 +93,14 @@ def connect_settings(
     exchange, kind = config.layout.exchange, run_device_kind(config, device.type)
     if exchange == "auto":
         exchange = "direct" if kind.between_has_tags else "gathered"
+    recorder = SpanRecorder(device) if config.layout.trace_step else None
     return ConnectSettings(
         store,
         device,
         seconds,
         config.cluster.gloo_device,
-        recorder=SpanRecorder(device) if config.layout.trace_step else None,
+        traffic=TrafficCounter(recorder) if device.type == "cpu" else None,
+        recorder=recorder,
         exchange=exchange,
         ep=config.layout.ep,
         is_staged=kind.is_staged,

@@ -183,8 +183,9 @@ class _SaveScheduler:
         if not steps:
             return "a rank has no memory for a snapshot yet; the next step that finds some is saved"
         return (
-            f"the disk is still busy with step {steps}. The next step that finds room is saved; "
-            "a faster disk or a larger checkpoint.every_steps helps"
+            f"the save of step {steps} has not ended: the disk is busy, or another node does not "
+            "answer. The next step that finds room is saved; a faster disk or a larger "
+            "checkpoint.every_steps helps, and holdfast doctor RUN names a silent node"
         )
 
 
@@ -228,7 +229,7 @@ class TrainingLoop:
         self.memory = MemoryMeter(engine.device, clock)
         at, last_step = engine.groups.coordinate, config.train.steps
         self.experts = ExpertMeter(engine.objective, at, last_step, clock)
-        self.recorder = engine.groups.recorder
+        self.recorder, self.traffic = engine.groups.recorder, engine.groups.traffic
         self.is_pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
         cadence = SaveCadence(config.checkpoint, stats or FailureStats(), nodes, clock())
@@ -285,6 +286,8 @@ class TrainingLoop:
         if self.recorder is not None:
             # What a validation left is not of this step.
             self.recorder.begin(is_traced=step == self.config.layout.trace_step)
+        if self.traffic is not None:
+            self.traffic.reset()
         self.reporter.progress(step, "compute")
         self.engine.begin(step)
         if self.rank == 0:
@@ -383,6 +386,7 @@ class TrainingLoop:
                 samples=self.engine.plan.samples(batch.step),
                 phases=phases,
                 skipped_at=verdict.skipped_at,
+                exchanges={} if self.traffic is None else self.traffic.seconds_by_kind,
                 step=batch.step,
             )
         )

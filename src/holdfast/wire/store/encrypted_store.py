@@ -117,7 +117,7 @@ class EncryptedStore:
         self.reads = ReadPreference(requests, min(most, NEARBY_READS.bytes))
         self.append_interval_s = append_interval(inner)
         self._key = key
-        self._key_id = _derive(key, b"", b"holdfast key id")[:8]
+        self.key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress
         self._extent_bytes = extent_bytes
         self._indexes: OrderedDict[str, _ObjectIndex] = OrderedDict()
@@ -201,11 +201,11 @@ class EncryptedStore:
     def _new_footer(self) -> bytes:
         """Without the index' length, which is known at the end: so it is authenticated as 0."""
         flags = _COMPRESSED_FLAG if self._compress else 0
-        return _FOOTER.pack(_MAGIC, flags, self._extent_bytes, self._key_id, os.urandom(32), 0)
+        return _FOOTER.pack(_MAGIC, flags, self._extent_bytes, self.key_id, os.urandom(32), 0)
 
     def _cipher_for(self, key: str, footer: bytes) -> _ObjectCipher:
         _, _, _, key_id, salt, _ = _FOOTER.unpack(footer)
-        if key_id != self._key_id:
+        if key_id != self.key_id:
             # Whether objects next to this one are sealed with our key: then the key is right.
             beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
             if any(self._footer_of(k) is not None for k in beside[:_MAX_SIBLINGS_CHECKED]):
@@ -301,7 +301,7 @@ class EncryptedStore:
         if not footer.startswith(_MAGIC):
             return None
         *known, _ = _FOOTER.unpack(footer)
-        if not 1 <= known[2] <= _LARGEST_EXTENT or known[3] != self._key_id:
+        if not 1 <= known[2] <= _LARGEST_EXTENT or known[3] != self.key_id:
             return None  # corrupt, or sealed with another key
         return _FOOTER.pack(*known, 0)
 

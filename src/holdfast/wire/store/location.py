@@ -8,7 +8,8 @@ location stands in run files and logs, so it holds no secret. Credentials come f
 as each cloud's own tools read them, or from a file that it names. Connections are encrypted; an
 endpoint that is not has to be allowed by name.
 
-With `seal`, checkpoints are encrypted before they leave (`wire/store/encrypted_store.py`).
+With `seal`, checkpoints are encrypted before they leave (`wire/store/encrypted_store.py`). A folder
+may say itself that its checkpoints are (`folder_seal.py`).
 
 A store is trusted only after `probe`: some servers accept create-if-absent and overwrite.
 """
@@ -30,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from holdfast.borders import Border
-from holdfast.errors import CorruptError, StoreError
+from holdfast.errors import CorruptError, OtherKeyError, StoreError
+from holdfast.wire.store.folder_seal import read_seal
 from holdfast.wire.store.run_store import (
     AlreadyExistsError,
     FolderStore,
@@ -40,6 +42,8 @@ from holdfast.wire.store.run_store import (
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+    from holdfast.wire.store.encrypted_store import EncryptedStore
 
 SCHEMES = ("s3", "gs", "az")
 FILE_OPTIONS = frozenset({"seal", "compress"})
@@ -55,6 +59,7 @@ ADDRESS_OPTIONS = {
 }
 SEAL_KEY_VARIABLE = "HOLDFAST_SEAL_KEY"
 """The environment's variable that `seal=env` reads."""
+SEAL_BY_NAME = "env"
 _SECRET_WORDS = ("key", "secret", "token", "password", "sas")
 _AZURE_NAMES = {
     "AZURE_STORAGE_ACCOUNT_NAME": "account_name",
@@ -116,10 +121,10 @@ def open_store(location: str | Path) -> RunStore:
     """
     text = str(location)
     if "://" not in text:
-        return FolderStore(text)
+        return _open_folder(Path(text))
     bucket = parse_location(text)
     if bucket.scheme == "file":
-        return _wrap_encrypted(bucket, FolderStore(f"/{bucket.prefix}"))
+        return _open_folder(Path(f"/{bucket.prefix}"), bucket)
     _require_package("obstore", "bucket", bucket.where)
     from holdfast.wire.store.bucket import BucketStore
 
@@ -136,6 +141,40 @@ def _require_package(package: str, extra: str, where: str) -> None:
         )
 
 
+def _open_folder(folder: Path, options: BucketLocation | None = None) -> RunStore:
+    """Open the store in a folder, with the key that it was sealed with if it is."""
+    store, seal = FolderStore(folder), read_seal(folder)
+    opened = store if options is None else _wrap_encrypted(options, store)
+    if seal is None:
+        return opened
+    from holdfast.wire.store.encrypted_store import EncryptedStore
+
+    source = options.seal if options and options.seal else seal.source
+    if not isinstance(opened, EncryptedStore):
+        if (
+            source != SEAL_BY_NAME
+            and SEAL_KEY_VARIABLE in os.environ
+            and not os.path.exists(source)
+        ):
+            source = SEAL_BY_NAME  # on another machine the key may have another path
+        try:
+            opened = seal_store(store, source)
+        except StoreError as error:
+            raise StoreError(
+                f"the checkpoints here are sealed, and their key cannot be read: {error.message}",
+                where=f"{folder}: {error.where}",
+                remedy=f"put the key there, or into {SEAL_KEY_VARIABLE}",
+            ) from None
+    if seal.key_id and opened.key_id.hex() != seal.key_id:
+        place = SEAL_KEY_VARIABLE if source == SEAL_BY_NAME else source
+        raise OtherKeyError(
+            f"the checkpoints here are sealed with another key than that of {place}",
+            where=str(folder),
+            remedy="put the key that the run was begun with there",
+        )
+    return opened
+
+
 def _wrap_encrypted(bucket: BucketLocation, store: RunStore) -> RunStore:
     """The store itself, or where the location asks for it one that seals what goes into it."""
     if bucket.compress and not bucket.seal:
@@ -145,23 +184,28 @@ def _wrap_encrypted(bucket: BucketLocation, store: RunStore) -> RunStore:
     _require_package("cryptography", "seal", bucket.where)
     if bucket.compress:
         _require_package("zstandard", "seal", bucket.where)
+    return seal_store(store, bucket.seal, compress=bool(bucket.compress))
+
+
+def seal_store(store: RunStore, source: str, *, compress: bool = False) -> EncryptedStore:
+    """Return a store that seals what goes into another one. source: the file of the key, or "env".
+    Raises StoreError if there is no key."""
+    by_name = source == SEAL_BY_NAME
+    where = SEAL_KEY_VARIABLE if by_name else source
+    _require_package("cryptography", "seal", where)
     from holdfast.wire.store.encrypted_store import KEY_BYTES, EncryptedStore
 
-    by_name = bucket.seal == "env"
-    source = SEAL_KEY_VARIABLE if by_name else bucket.seal
-    text = (
-        os.environ.get(SEAL_KEY_VARIABLE, "") if by_name else _read_credentials(Path(bucket.seal))
-    )
+    text = os.environ.get(SEAL_KEY_VARIABLE, "") if by_name else _read_credentials(Path(source))
     key = b""
     with suppress(ValueError):
         key = bytes.fromhex(text.strip())
     if len(key) != KEY_BYTES:
         raise _wrong(
             "there is no key here",
-            source,
+            where,
             f"put {2 * KEY_BYTES} hexadecimal digits there, as openssl rand -hex 32 does",
         )
-    return EncryptedStore(store, key, compress=bool(bucket.compress))
+    return EncryptedStore(store, key, compress=compress)
 
 
 def parse_location(location: str) -> BucketLocation:

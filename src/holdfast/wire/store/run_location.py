@@ -16,7 +16,6 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.location import check_location, open_store
 from holdfast.wire.store.run_store import (
-    FolderStore,
     MissingKeyError,
     ReplacingStore,
     RunStore,
@@ -28,9 +27,9 @@ STORE_FILE = "store.json"
 
 def store_of_run(folder: Path | str) -> RunStore:
     """Open the run store of the run with this folder; nothing is asked of it yet. Raises
-    RunFolderError."""
+    RunFolderError, also for sealed checkpoints without their key."""
     address = bucket_of_run(folder)
-    return open_store(address) if address else FolderStore(folder)
+    return open_store(address or str(folder))
 
 
 def location_of_run(folder: Path | str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from holdfast.report.formatting import format_duration
 from holdfast_lab.score.harness.harness import RunFailedError, RunOptions, run_scenario
 from holdfast_lab.score.harness.trainer import Trainer, trainer_named
 from holdfast_lab.score.record import (
@@ -62,6 +63,12 @@ class RealCampaign:
         runs = _runs(scenarios, seeds)
         if kept := self.made(scenarios, seeds):
             self.say(f"{kept} of {len(runs)} runs are kept from before, in {self.folder / 'runs'}")
+        left_s = sum(run.seconds for run, on in runs if not self._file(run, on).exists())
+        if left_s:
+            self.say(
+                f"{len(runs) - kept} runs of real processes take "
+                f"{format_duration(left_s / self.options.k)}, and their starts and stops"
+            )
         found: dict[tuple[str, int], RunRecord] = {}
         for drawn, is_resilient in runs:
             record = self._record(drawn, is_resilient)

@@ -334,7 +334,7 @@ CASES: list[Case] = [
         "cli/plan_request.py",
         begin_plan("1xA100-80", "layout.stages=[1,2]", "layout.pp=2"),
         make_plan,
-        r"remove (layout.stages), or see the layout with: holdfast layout show",
+        r"remove (layout.stages), or see the layout with: holdfast layout show .+",
         remove,
     ),
     Case(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -23,9 +24,9 @@ from holdfast.core.sharding.adapters import (
 from holdfast.core.sharding.parameters import Normal, Ones, count_parameters, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import (
     BlockCosts,
+    best_split,
     block_costs,
     check_number_of_stages,
-    split_stages,
 )
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.model.decoder import Decoder
@@ -206,6 +207,12 @@ def test_no_split_is_better(
     stages = data.draw(st.integers(1, len(rows)))
     best = min(splits(len(rows), stages), key=lambda each: merit(costs, each))
     assert split_stages(costs, stages) == best
+
+
+def split_stages(costs: BlockCosts, stages: int) -> tuple[int, ...]:
+    """The best contiguous split by time, and by parameters among equally fast ones."""
+    time, parameters = (partial(costs.cost, which, stages) for which in (0, 1))
+    return best_split(len(costs.times), stages, time, parameters)
 
 
 def model(**changes: object) -> ModelConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,9 @@ from holdfast.core.sharding.boxes import whole_box
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal, maximal_subtrees
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.comm.comm_stats import TrafficCounter
+from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.parallel.gradients.feeder import single_cell
+from tests.support.gradient_cells import single_cell
 from tests.support.ranks import RankContext, rank_values
 
 DEALINGS: dict[int, list[tuple[int, Shares]]] = {
@@ -69,3 +72,19 @@ def test_an_unknown_kind_is_refused() -> None:
         traffic.add("gossip", 1)
     traffic.reset()
     assert traffic.bytes_by_kind == {}
+
+
+def test_seconds_under_way_are_counted_once_and_only_waits_are_exposed() -> None:
+    recorder = SpanRecorder()
+    traffic = TrafficCounter(recorder)
+    start = time.monotonic()
+    with traffic.exposed("tp"):
+        pass
+    traffic.note("tp", "gather", start - 2.0)
+    traffic.note("tp", "scatter", start - 1.0)
+    seconds, exposed = traffic.seconds_by_kind["tp"]
+    assert 0.0 < exposed < 1.0
+    assert 2.0 <= seconds < 3.0 - 1e-9 + exposed
+    assert [(s.track, s.name) for s in recorder.spans] == [("tp", "gather"), ("tp", "scatter")]
+    traffic.reset()
+    assert traffic.seconds_by_kind == {}

@@ -14,7 +14,7 @@ from holdfast.errors import PeerLostError
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.gradients.cell_team import ExchangeKind
-from holdfast.parallel.gradients.feeder import single_cell
+from tests.support.gradient_cells import single_cell
 from tests.support.ranks import RankContext, rank_values, ranks
 
 DEALINGS: dict[int, list[tuple[int, Shares]]] = {
