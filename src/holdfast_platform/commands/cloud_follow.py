@@ -84,8 +84,8 @@ def follow(
 
     \b
     Example:
-      holdfast cloud follow run.yaml --work 40 --nodes 4 --finish-by 24 --machine p5.48xlarge \\
-        --image ami-0abc --secret my-run --budget 2000
+      holdfast cloud follow run.yaml --work 40 --machine p5.48xlarge --image ami-0a --secret me \\
+        --nodes 4 --finish-by 24 --budget 2000
     """
     from holdfast.machine.hardware import detect_hardware
 
