@@ -33,7 +33,7 @@ device: cpu
 folder: {folder}
 task: {{name: "tests.support.paced_task:Paced", args: {{pause: {pause}}}}}
 train:
-  steps: 140
+  steps: 260
   batch_size: 12
   microbatch_size: 2
   optimizer: {{learning_rate: 0.01, clip_norm: 0.05}}
