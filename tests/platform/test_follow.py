@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ class World:
     sold_out: set[str] = field(default_factory=set)
     is_away: bool = False
     has_joined: bool = True
+    boot: float = 0.0  # hours from an order until the node has joined
     ordered: dict[str, Instance] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
@@ -54,8 +56,16 @@ class World:
         return sum(each.is_live and each.offer == offer for each in self.ordered.values())
 
     def progress(self) -> Progress:
-        nodes = [e.node for e in self.ordered.values() if e.is_live and self.has_joined]
-        return Progress(int(self.step), 100, frozenset(nodes), self.step >= 100)
+        return Progress(int(self.step), 100, frozenset(self.joined()), self.step >= 100)
+
+    def joined(self) -> list[str]:
+        return [
+            each.node
+            for each in self.ordered.values()
+            if each.is_live
+            and self.has_joined
+            and self.hour - each.launched / 3600 >= self.boot - 1e-9
+        ]
 
     def follower(self) -> Follower:
         return Follower(
@@ -70,14 +80,14 @@ class World:
         )
 
     def work(self, loop: Follower, hours: float) -> int | None:
-        """Rounds of six minutes. Two nodes do a step in 0.1 hours."""
+        """Rounds of six minutes. Two nodes that have joined do a step in 0.1 hours."""
         code = None
         for _ in range(round(hours * 10)):
             code = loop.round()
             if code is not None:
                 break
+            self.step += min(2, len(self.joined())) / 2
             self.hour += 0.1
-            self.step += min(2, self.live(SPOT) + self.live(DEMAND)) / 2
         return code
 
 
@@ -90,6 +100,25 @@ def test_a_run_costs_what_was_planned_and_leaves_nothing(world: World) -> None:
     assert world.work(world.follower(), 20.0) == 0
     assert world.live(SPOT) == world.live(DEMAND) == 0
     assert "spent $20.0000, -0.0% of the latest plan" in world.said[-1]
+
+
+def test_a_price_change_and_a_reclaim_cost_what_was_planned(world: World) -> None:
+    """A node takes 12 minutes until it has joined, of which the plan knows by `change_h`."""
+    world.boot, world.goal = 0.2, replace(GOAL, change_h=0.2)
+    loop = world.follower()
+    world.work(loop, 3.0)
+    world.spot = 5.0
+    world.work(loop, 3.0)
+    assert (world.live(SPOT), world.live(DEMAND)) == (0, 2)
+    world.end(["i-node-2"])
+    assert world.work(loop, 20.0) == 0
+    assert len(world.ordered) == 5
+    share = re.search(r"([+-][0-9.]+)% of the latest plan", world.said[-1])
+    assert share is not None
+    assert abs(float(share[1])) <= 5.0, world.said
+    # By hand: what each node cost while it was there.
+    ends = 0.2 + 10.0 + 0.1 + 0.1
+    assert f"spent ${2 * 3.0 * 1.0 + 2 * 0.2 * 5.0 + 2 * 3.0 * (ends - 3.0):.0f}" in world.said[-1]
 
 
 def test_small_changes_of_the_price_change_nothing_and_a_large_one_does(world: World) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ class Instances:
     def __init__(self, run: str, environ: dict[str, str], folder: Path) -> None:
         self.fleet = Ec2Fleet(AwsService("ec2", environ, ask), run, InstanceSettings("", ""))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.seen: dict[str, tuple[str, float, float]] = {}
+        """By id: its offer, when it was ordered, and when it was last seen alive; since 1970."""
         self._environ, self._folder = environ, folder
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep, daemon=True)
@@ -55,6 +58,8 @@ class Instances:
             # A busy server may answer too late.
             with self._lock, suppress(SecretManagerError):
                 for each in self.fleet.instances():
+                    if each.is_live:
+                        self.seen[each.id] = each.offer, each.launched, time.time()
                     if each.is_live and each.id not in self.processes:
                         self.processes[each.id] = self._start(each)
                     elif not each.is_live and each.id in self.processes.keys() - ended:

@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.errors import HoldfastError
 from holdfast.plan.catalogue import Offer
 from holdfast.report.formatting import format_duration
 from holdfast.wire.secret_managers.request import SecretManagerError
@@ -47,7 +48,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run and its place. nodes: that take part or wait as spares."""
+    """How far the run is. nodes: that take part or wait as spares."""
 
     step: int
     steps: int
@@ -64,6 +65,7 @@ class FollowState:
     spent: float = 0.0  # US dollars
     first_plan: float = 0.0  # US dollars for the entire run, as planned at the begin
     plan: float = 0.0  # the same, as planned at the latest change of the mix
+    next_node: float = 0.0  # number in the name of the next node: no name is used twice
 
     @staticmethod
     def read(folder: Path, now: float) -> FollowState:
@@ -104,8 +106,9 @@ class Follower:
 
     def round(self) -> int | None:
         """Bring the instances to the mix of this moment. Return the exit code at the end."""
-        now, offers = self.clock(), list(self.offers())
+        now = self.clock()
         try:
+            offers = list(self.offers())
             everything = self.fleet.instances()
             listed = {each.id for each in everything}
             # The list may lag behind an order.
@@ -128,6 +131,8 @@ class Follower:
                     break
         except SecretManagerError as error:
             self._say_once(f"the cloud does not answer ({error}); the loop asks again")
+        except HoldfastError as error:  # the bucket is away, or the price file is half written
+            self._say_once(f"{error}; the loop tries again")
         return None
 
     def running_words(self) -> list[str]:
@@ -210,16 +215,21 @@ class Follower:
             self._say_once("the cloud sells too few nodes now; the loop asks again")
             return True
         if dict(mix.nodes) != self._target:
-            self._plan(mix, progress)
+            # Until the new nodes have joined, the old ones are paid for, too.
+            overlap = goal.change_h * sum(
+                offer.price * max(0, counts.get(offer.name, 0) - mix.nodes.get(offer.name, 0))
+                for offer in offers
+            )
+            self._plan(mix, progress, overlap)
         if not self._order(mix, offers, everything, counts, now):
             return False
         self._end_surplus(mix, live, progress)
         return True
 
-    def _plan(self, mix: Mix, progress: Progress) -> None:
+    def _plan(self, mix: Mix, progress: Progress, overlap: float) -> None:
         self._target = dict(mix.nodes)
         state = self._state
-        state.plan = state.spent + mix.cost
+        state.plan = state.spent + mix.cost + overlap
         state.first_plan = state.first_plan or state.plan
         nodes = ", ".join(f"{n} {_kind(name)}" for name, n in mix.nodes.items())
         late = "" if mix.in_time else "TOO LATE: "
@@ -240,8 +250,8 @@ class Follower:
     ) -> bool:
         """Order what is missing. Return False if an offer turned out to be sold out."""
         by_name = {offer.name: offer for offer in offers}
-        number = 1 + max((_number(each.node) for each in everything), default=-1)
-        number = max(number, 1 + max((_number(e.node) for e in self._live.values()), default=-1))
+        listed = [_number(each.node) for each in (*everything, *self._live.values())]
+        number = max(int(self._state.next_node), 1 + max(listed, default=-1))
         for name, count in mix.nodes.items():
             for _ in range(count - counts.get(name, 0)):
                 node = f"node-{number}"
@@ -257,6 +267,8 @@ class Follower:
                 counts[name] = counts.get(name, 0) + 1
                 self.say(f"ordered {made.node} ({made.id}, {_kind(name)})")
                 number += 1
+                self._state.next_node = number
+                self._state.write(self.folder)
         return True
 
     def _end_surplus(self, mix: Mix, live: Sequence[Instance], progress: Progress) -> None:

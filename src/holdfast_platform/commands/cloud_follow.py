@@ -17,7 +17,7 @@ import typer
 from holdfast.api.start import SCREEN
 from holdfast.cli.launch import for_all_nodes, launch_request
 from holdfast.config.loading.load import load_config
-from holdfast.errors import UserError
+from holdfast.errors import HoldfastError, UserError
 from holdfast.events import RunFinished
 from holdfast.launch.owners.owner import LaunchRequest
 from holdfast.launch.run.holder import HolderWatch
@@ -84,8 +84,8 @@ def follow(
 
     \b
     Example:
-      holdfast cloud follow run.yaml --work 40 --nodes 4 --finish-by 24 --machine p5.48xlarge \\
-        --image ami-0abc --secret my-run --budget 2000
+      holdfast cloud follow run.yaml --work 40 --machine p5.48xlarge --image ami-0a --secret me \\
+        --nodes 4 --finish-by 24 --budget 2000
     """
     from holdfast.machine.hardware import detect_hardware
 
@@ -122,7 +122,9 @@ def follow(
         lambda node: _script(request, node, service.region, secret),
         lambda line: say(f"{datetime.now():%H:%M:%S} {line}"),
     )
-    return _loop(follower, every, run_file, region)
+    where = ["--region", region] if region else []
+    end_words = ["holdfast", "cloud", "end", str(run_file), *(overrides or []), *where]
+    return _loop(follower, every, shlex.join(end_words))
 
 
 def end(run_file: RunFile, overrides: Overrides = None, region: Region = "") -> int:
@@ -146,7 +148,9 @@ def end(run_file: RunFile, overrides: Overrides = None, region: Region = "") -> 
     return 0
 
 
-def _loop(follower: Follower, every: float, run_file: Path, region: str) -> int:
+def _loop(follower: Follower, every: float, end_command: str) -> int:
+    """Follow until the end. Whatever ends the loop early, say which instances are left."""
+
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -155,18 +159,22 @@ def _loop(follower: Follower, every: float, run_file: Path, region: str) -> int:
         while (code := follower.round()) is None:
             time.sleep(every)
         return code
-    except KeyboardInterrupt:
-        try:
-            for line in follower.running_words():
-                say(line)
-        except SecretManagerError as error:
-            say(f"the cloud does not say what is at work ({error})")
-        where = ["--region", region] if region else []
-        words = shlex.join(["holdfast", "cloud", "end", str(run_file), *where])
-        say(f"take them over with the same command; end them with: {words}")
-        return 130
+    except BaseException as error:
+        _say_what_runs(follower, end_command)
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _say_what_runs(follower: Follower, end_command: str) -> None:
+    try:
+        for line in follower.running_words():
+            say(line)
+    except (SecretManagerError, HoldfastError) as error:
+        say(f"the cloud does not say what is at work ({error})")
+    say(f"take them over with the same command; end them with: {end_command}")
 
 
 def _service(region: str) -> AwsService:

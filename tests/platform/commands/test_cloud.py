@@ -73,3 +73,21 @@ def test_mistakes_are_one_sentence(tmp_path: Path, words: tuple[str, ...], said:
     assert done.code == 2
     assert said in done.err
     assert done.err.count("\n") == 1
+
+
+FOLLOW = ("--work", "1", "--image", "ami-1", "--secret", "s", "--region", "us-east-1")
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("--machine", "no.such"), "--machine"),
+        (("--machine", "p5.48xlarge", "--region", "xx-none-1"), "--region"),
+        (("--machine", "p5.48xlarge", "--least", "3"), "--least"),
+        (("--machine", "p5.48xlarge"), "folder"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_before_an_order(
+    words: tuple[str, ...], place: str, tmp_path: Path
+) -> None:
+    within("cloud", "follow", write_run_file(tmp_path), *FOLLOW, *words).refuses(place)

@@ -166,6 +166,8 @@ class NodeSituation(JsonMessage):
     workers.
     """
 
+    absent_if_default = frozenset({"has_replacement"})
+
     is_outside: Annotated[bool, Key("outside")] = False
     may_leave: Annotated[bool, Key("go")] = False
     is_idle: Annotated[bool, Key("free")] = False

@@ -47,11 +47,11 @@ def read(name: str, environ: Mapping[str, str], ask: Ask) -> str:
 
 
 class AwsService:
-    """A service of AWS that takes signed POSTs to "/", in the region of the environment. Without
-    one it is `region`, or this machine's.
+    """A service of AWS that takes signed POSTs to "/".
 
-    endpoint: in AWS_ENDPOINT_URL_<endpoint>, the variable of another address; the service's name if
-    left out. host: before `.<region>.amazonaws.com`; the service's name if left out.
+    region: if the environment names none; "": that of this machine. endpoint: another address is
+    in the variable AWS_ENDPOINT_URL_<endpoint>; "": the service's name. host: the part before
+    `.<region>.amazonaws.com`; "": the service's name.
     """
 
     def __init__(
