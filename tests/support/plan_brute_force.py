@@ -45,7 +45,7 @@ def choices_by_part(problem: Problem, limits: Limits) -> Iterator[Choice]:
     most = max(pool.size for pool in problem.cluster.pools)
     sequence = problem.workload.sequence
     for pair in product(range(1, most + 1), repeat=2):
-        cut = replace(problem, workload=problem.workload.with_tp_by(pair))
+        cut = replace(problem, workload=problem.workload.with_part_tp(pair))
         for choice in every_choice(cut, limits):
             groups = choice.replicas
             if all(
@@ -159,7 +159,7 @@ def _fills(tp: int, node: int) -> bool:
 
 def _cuts(layer: Layer, tp: int) -> bool:
     assert layer.attention is not None
-    attention, feed = (gcd(degree, tp) for degree in layer.tp_by or (tp, tp))
+    attention, feed = (gcd(degree, tp) for degree in layer.part_tp or (tp, tp))
     sizes = [p.inputs if p.cut == "rows" else p.outputs for p in layer.products if p.cut]
     first, second = sizes[: layer.mixer], sizes[layer.mixer :]
     return (

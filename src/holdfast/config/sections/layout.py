@@ -5,6 +5,7 @@ It may change between restarts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -41,6 +42,15 @@ class DegreesConfig(Section):
     def ranks(self) -> int:
         """Workers of one replica."""
         return self.pp * self.dp_shard * self.cp * self.tp
+
+
+PART_KEYS = ("tp_by.attention", "tp_by.ffn")
+"""Keys of `layout` with the degrees of a block's parts, in the order of `LayoutConfig.part_tp`."""
+
+
+def part_section(degrees: Sequence[int]) -> dict[str, ComponentDegrees]:
+    """The section of these keys. degrees: in their order."""
+    return {"tp_by": ComponentDegrees(attention=degrees[0], ffn=degrees[1])}
 
 
 class LayoutConfig(DegreesConfig):
@@ -166,6 +176,11 @@ class LayoutConfig(DegreesConfig):
     def tp_parts(self, tp: int) -> tuple[int, int]:
         """The parts of attention and of the feed-forward in a replica with this tp."""
         return self.tp_by.at(tp)
+
+    @property
+    def part_tp(self) -> tuple[int, ...]:
+        """The degrees of attention and of the feed-forward; () if they are those of tp."""
+        return (self.tp_by.attention, self.tp_by.ffn) if self.tp_by.degrees else ()
 
     def component_keys(self, tp: int) -> dict[str, ComponentDegrees]:
         """The keys of the components' degrees, for a replica with this tp."""

@@ -25,7 +25,7 @@ class OptionKeys(Keys):
     key: ClassVar[str] = "layout.async_tp"
 
     def refuse(self, run: Checked) -> str:
-        """Check that there is code for all that the run asks for beside it."""
+        """Check that there is code for all that the run asks for with it."""
         layout, train = run.layout, run.train
         if not layout.async_tp or all(degrees.tp == 1 for _, degrees in layout.kinds):
             return ""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.layout import DegreesConfig
+from holdfast.config.sections.layout import PART_KEYS, DegreesConfig, part_section
 from holdfast.config.sections.memory import HOST
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import AXES, Layout, place_replicas
-from holdfast.options.tp_by.keys import ComponentDegrees
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.placing.layouts import layouts_of
 from holdfast.plan.placing.topology_cost import placed_choice
@@ -41,9 +40,8 @@ def values_of(choice: Choice) -> dict[str, Any]:
     }
     if "optimizer" in choice.host:
         values["train.memory.optimizer"] = HOST
-    if choice.tp_by:
-        parts = zip(("attention", "ffn"), choice.tp_by, strict=True)
-        values |= {f"layout.tp_by.{part}": degree for part, degree in parts}
+    if choice.part_tp:
+        values |= {f"layout.{key}": n for key, n in zip(PART_KEYS, choice.part_tp, strict=True)}
     alike = {(group.mesh_shape, group.stages) for group in choice.replicas}
     if len(alike) == 1:
         return values | {f"layout.{key}": value for key, value in _degrees(first).items()}
@@ -64,9 +62,9 @@ def with_choice(config: RunConfig, choice: Choice) -> RunConfig:
     train = {k[6:]: v for k, v in values.items() if k.startswith("train.")}
     if place := train.pop("memory.optimizer", ""):
         train["memory"] = config.train.memory.model_copy(update={"optimizer": place})
-    parts = {k[6:]: layout.pop(k) for k in list(layout) if k.startswith("tp_by.")}
+    parts = [layout.pop(key) for key in PART_KEYS if key in layout]
     if parts:
-        layout["tp_by"] = ComponentDegrees(**parts)
+        layout |= part_section(parts)
     if "replicas" in layout:
         layout["replicas"] = tuple(map(DegreesConfig.model_validate, layout["replicas"]))
     sections = {"layout": layout, "train": train}

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.layout import PART_KEYS
 from holdfast.config.sections.memory import DEVICE
 from holdfast.errors import ConfigError, LayoutError, UserError
 from holdfast.layout import AXES
@@ -143,10 +144,11 @@ def plan_run(
 
 
 def _may_cut_by_part(loaded: LoadedConfig) -> bool:
-    """Return True if the run file leaves `layout.tp` and `layout.tp_by` open, and the run allows
+    """Return True if the run file leaves `layout.tp` and the degrees of parts open, and the run allows
     lower degrees."""
     config = loaded.config
-    keys = ("layout.tp_by.attention", "layout.tp_by.ffn", "layout.tp_by", "layout.tp")
+    section = PART_KEYS[0].partition(".")[0]
+    keys = [f"layout.{key}" for key in (*PART_KEYS, section, "tp")]
     is_open = not any(key in loaded.origins and is_given(loaded, key) for key in keys)
     return is_open and config.train.precision != "fp8" and config.layout.quantized == "none"
 

@@ -73,7 +73,7 @@ class Choice:
     ep: int = 1  # ranks of a stage that share experts
     sequence_parallel: bool = True
     host: frozenset[str] = frozenset()  # kinds of state on the host: keys of `train.memory`
-    tp_by: tuple[int, ...] = ()  # ranks of tp that share attention, and the feed-forward; (): all
+    part_tp: tuple[int, ...] = ()  # ranks of tp that share attention, and the feed-forward; (): all
 
     @property
     def devices(self) -> int:
@@ -128,5 +128,5 @@ class Choice:
             for group in value["replicas"]
         ]
         replicas = tuple(ReplicaChoice(**group) for group in groups)
-        sets = {"host": frozenset(value["host"]), "tp_by": tuple(value.get("tp_by", ()))}
+        sets = {"host": frozenset(value["host"]), "part_tp": tuple(value.get("part_tp", ()))}
         return Choice(**{**value, "replicas": replicas, **sets})

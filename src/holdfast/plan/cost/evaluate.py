@@ -121,12 +121,12 @@ class Evaluator:
 
     def _with_parts(self, choice: Choice) -> Evaluator:
         """The evaluator of blocks whose parts have the degrees of a layout."""
-        if not choice.tp_by or choice.tp_by == self.problem.workload.tp_by:
+        if not choice.part_tp or choice.part_tp == self.problem.workload.part_tp:
             return self
-        if choice.tp_by not in self._by_parts:
-            workload = self.problem.workload.with_tp_by(choice.tp_by)
-            self._by_parts[choice.tp_by] = Evaluator(replace(self.problem, workload=workload))
-        return self._by_parts[choice.tp_by]
+        if choice.part_tp not in self._by_parts:
+            workload = self.problem.workload.with_part_tp(choice.part_tp)
+            self._by_parts[choice.part_tp] = Evaluator(replace(self.problem, workload=workload))
+        return self._by_parts[choice.part_tp]
 
     def room(self, pool: str) -> float:
         """Return the bytes of a device of this pool that a run may use."""
@@ -182,11 +182,11 @@ class Evaluator:
         if key not in self._links:
             found, cluster = [], self.problem.cluster
             ways = Ways.of(choice.zero, self.problem.workload.cp_method)
-            known, tp_by = dict[Pair, _Place](), self.problem.workload.tp_by
+            known, part_tp = dict[Pair, _Place](), self.problem.workload.part_tp
             for index in range(group.pp):
                 pools = group.pool_at(index), group.pool_at(min(index + 1, group.pp - 1))
                 if pools not in known:
-                    links = group_links(cluster, group, index, number, choice.ep, ways, tp_by)
+                    links = group_links(cluster, group, index, number, choice.ep, ways, part_tp)
                     place = _Place(pools[0], links)
                     known[pools] = self._places.setdefault((place.pool, links), place)
                 found.append(known[pools])

@@ -56,7 +56,7 @@ def group_links(
     number_of_replicas: int,
     ep: int = 1,
     ways: Ways = Ways(),
-    tp_by: TpDegrees = (),
+    part_tp: TpDegrees = (),
 ) -> GroupLinks:
     """Return the links of the stage at `index` on pp of a kind of replica."""
     pool = cluster.pool(group.pool_at(index))
@@ -81,7 +81,7 @@ def group_links(
         copies=ring_link(pool, max(1, group.token_shares // ep), group.tp * ep),
         parts=tuple(
             (seen(ring_link(pool, n, 1), "tp"), seen(ring_link(pool, group.tp // n, n), "tp"))
-            for n in (component_degree(degree, group.tp) for degree in tp_by)
+            for n in (component_degree(degree, group.tp) for degree in part_tp)
         ),
     )
 

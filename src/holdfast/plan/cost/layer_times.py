@@ -95,7 +95,7 @@ class ShapeTimes:
         if part.tp > 1 and layer.reductions:
             # a sum is a reduce-scatter and a gather, with and without sequence parallelism
             regions = [(part.tp, links.tp)] * layer.reductions
-            if layer.tp_by:
+            if layer.part_tp:
                 regions = [(layer.degree(i, part.tp), links.parts[i][0]) for i in (0, 1)]
             sent["tp"] = sum(2 * gather_s(on, size * n / part.tp, n) for n, on in regions)
         if part.cp > 1 and layer.attention is not None:

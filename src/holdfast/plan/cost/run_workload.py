@@ -33,10 +33,8 @@ def workload_of(config: RunConfig) -> Workload:
     norms = 1.0 if is_fused else (1 if options.adapters else 2) * max(4, item) / item
     kept = KeptByRuntime(norms, holds_inputs=True, is_compiled=config.train.compile)
     layers = [embedding(model.dim, model.vocab_rows)]
-    degrees = config.layout.tp_by
-    tp_by = (degrees.attention, degrees.ffn) if degrees.degrees else ()
     blocks = (_block(model, number, kept, options) for number in range(model.layers))
-    layers += [replace(each, tp_by=tp_by) for each in blocks]
+    layers += [replace(each, part_tp=config.layout.part_tp) for each in blocks]
     layers.append(head(model.dim, model.vocab_rows, kept))
     optimizer, trained = (3 if is_mixed else 2) * state_item, _trained_share(config)
     state = StateBytes(item, state_item, optimizer)

@@ -81,7 +81,7 @@ def _same_parts_s(
     """Seconds in which ranks of tp that hold the same of a part add up its gradients."""
     seconds = 0.0
     for layer, number in layers:
-        for part in (0, 1) if layer.tp_by else ():
+        for part in (0, 1) if layer.part_tp else ():
             degree = layer.degree(part, group.tp)
             own = layer.part_parameters(part) / degree / group.dp_shard
             size, link = own * state.gradients, links.parts[part][1]

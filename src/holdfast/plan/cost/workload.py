@@ -97,7 +97,7 @@ class Layer:
     cut_kept: float = 0.0
     held_kept: float = 0.0  # those that each rank of tp has
     mixer: int = 0  # products of attention: the first ones
-    tp_by: TpDegrees = ()  # ranks of tp that share attention, and the feed-forward; (): all
+    part_tp: TpDegrees = ()  # ranks of tp that share attention, and the feed-forward; (): all
 
     def part(self, product: int) -> int:
         """The part of a block that a product belongs to: 0 attention, 1 feed-forward."""
@@ -105,7 +105,7 @@ class Layer:
 
     def degree(self, part: int, tp: int) -> int:
         """Return how many ranks of tp share a part of the block."""
-        return component_degree(self.tp_by[part], tp) if self.tp_by else tp
+        return component_degree(self.part_tp[part], tp) if self.part_tp else tp
 
     def part_parameters(self, part: int) -> int:
         """Return the parameters of the products of a part."""
@@ -169,14 +169,14 @@ class Workload:
     trained: float = 1.0  # share of the parameters that have gradients; the rest is frozen
 
     @property
-    def tp_by(self) -> TpDegrees:
+    def part_tp(self) -> TpDegrees:
         """The degrees of blocks' parts, which all blocks have in common."""
-        return next((layer.tp_by for layer in self.layers if layer.tp_by), ())
+        return next((layer.part_tp for layer in self.layers if layer.part_tp), ())
 
-    def with_tp_by(self, degrees: TpDegrees) -> Workload:
+    def with_part_tp(self, degrees: TpDegrees) -> Workload:
         """The same with degrees for the parts of its blocks."""
         layers = (
-            replace(layer, tp_by=degrees) if layer.kind == "block" else layer
+            replace(layer, part_tp=degrees) if layer.kind == "block" else layer
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))

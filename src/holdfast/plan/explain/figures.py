@@ -131,7 +131,7 @@ def words_of_layout(choice: Choice, cluster: Cluster | None = None) -> str:
         for kind, count in counts.items()
     )
     words += f", ep {choice.ep}" if choice.ep > 1 else ""
-    for part, degree in zip(("attention", "ffn"), choice.tp_by, strict=False):
+    for part, degree in zip(("attention", "ffn"), choice.part_tp, strict=False):
         words += f", {part} {degree}" if any(degree < g.tp for g in choice.replicas) else ""
     return f"{words}, optimizer on the host" if "optimizer" in choice.host else words
 

@@ -2,13 +2,13 @@
 
 documents    attention's results of each document, which are joined: i T Q. The kernel of an
              accelerator in 16 bits takes all documents at once, and needs none of it
-window       a mask of each block that attends within fewer tokens than a sample has: i S S
+window       a mask of each block that attends within fewer tokens than a sample has: i S S.
 softcap      no fused kernel: q, and a copy of k and v for each query head, 4 i T Q with the
-             result; of the scores H T S their tanh and softmax, in bf16 twice; S S of a mask
-both norms   two norms more
+             result. Of the scores H T S their tanh and softmax, in bf16 twice. S S of a mask.
+both norms   two norms more.
 compiled     i T (4 D + 2 Q + 2 K + 3 F) + w T (H + 2). That is the cut with the fewest bytes
-             through the graph of a block: its input, attention's result behind `o`, both
-             norms' results, gate, up and their product. Norms and silu are computed again
+             through the graph of a block. It keeps its input, attention's result behind `o`,
+             both norms' results, gate, up and their product. Norms and silu are computed again
 adapters     a frozen norm: w R (D + 1), fused as before. A frozen product keeps no input. An
              adapter keeps its input and i T r, with dropout i T more of each input element and
              a byte for the mask. A stream that no adapter is before has no gradient, so

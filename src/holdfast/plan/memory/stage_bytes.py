@@ -92,7 +92,7 @@ def layer_parameters(layer: Layer, tp: int, ep: int) -> float:
     """Of one layer, on a rank."""
     experts = layer.experts.parameters / tp / ep if layer.experts else 0
     cut = layer.cut_parameters / tp
-    if layer.tp_by:
+    if layer.part_tp:
         cut = sum(layer.part_parameters(part) / layer.degree(part, tp) for part in (0, 1))
     return cut + layer.whole_parameters + experts
 

@@ -101,10 +101,10 @@ def _with_parts(
 ) -> SearchResult | None:
     """The best layout so far, or a better one whose blocks have these degrees of attention and
     feed-forward."""
-    workload = problem.workload.with_tp_by(pair)
+    workload = problem.workload.with_part_tp(pair)
 
     def allowed(choice: Choice) -> bool:
-        return computes_own(choice, workload) and allows(replace(choice, tp_by=pair))
+        return computes_own(choice, workload) and allows(replace(choice, part_tp=pair))
 
     other = Search(replace(problem, workload=workload), limits, objective, allowed)
     found = other.run((), best)
@@ -115,7 +115,7 @@ def _with_parts(
         return one if best and one is best.best else replace(one, choice=tag(one.choice))
 
     def tag(choice: Choice) -> Choice:
-        return choice if choice.tp_by else replace(choice, tp_by=pair)
+        return choice if choice.part_tp else replace(choice, part_tp=pair)
 
     return replace(found, best=tagged(found.best), runners_up=tuple(map(tagged, found.runners_up)))
 

@@ -218,7 +218,7 @@ def computes_own(choice: Choice, workload: Workload) -> bool:
     lower degrees of parts save nothing."""
     for group in choice.replicas:
         samples, tokens = choice.microbatch // group.dp_shard, workload.sequence // group.cp
-        sets = group.tp // component_degree(workload.tp_by[0], group.tp)
+        sets = group.tp // component_degree(workload.part_tp[0], group.tp)
         if samples % sets or samples * tokens % group.tp:
             return False
     return True

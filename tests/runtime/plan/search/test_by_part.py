@@ -56,5 +56,5 @@ def test_the_best_pair_of_degrees_is_that_of_brute_force(seed: int, heads: int) 
     assert found.best.cost.step_s == pytest.approx(least_step(problem, limits), rel=1e-9)
     plain = search(problem, replace(limits, by_part=False))
     assert found.best.cost.step_s < 0.96 * plain.best.cost.step_s
-    attention, feed = found.best.choice.tp_by
+    attention, feed = found.best.choice.part_tp
     assert attention < feed, "what is small is not cut, and what fits on no device is"
