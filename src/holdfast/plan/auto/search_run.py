@@ -144,8 +144,8 @@ def plan_run(
 
 
 def _may_cut_by_part(loaded: LoadedConfig) -> bool:
-    """Return True if the run file leaves `layout.tp` and the degrees of parts open, and the run allows
-    lower degrees."""
+    """Return True if the run file leaves `layout.tp` and its parts open, and the run allows lower
+    degrees of parts."""
     config = loaded.config
     section = PART_KEYS[0].partition(".")[0]
     keys = [f"layout.{key}" for key in (*PART_KEYS, section, "tp")]
