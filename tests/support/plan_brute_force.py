@@ -55,7 +55,7 @@ def choices_by_part(problem: Problem, limits: Limits) -> Iterator[Choice]:
                 and choice.microbatch // group.dp_shard * sequence // group.cp % group.tp == 0
                 for group in groups
             ):
-                yield replace(choice, tp_by=pair)
+                yield replace(choice, part_tp=pair)
 
 
 def every_choice(problem: Problem, limits: Limits) -> Iterator[Choice]:
