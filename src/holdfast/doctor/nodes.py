@@ -28,7 +28,7 @@ from holdfast.wire.secret import SECRET_FILE_VARIABLE
 from holdfast.wire.term import HolderReply
 
 ADVICE = (
-    "continue or restart holdfast on the nodes that do not answer, or mend the network. If their "
+    "continue or restart the agents that do not answer, or mend the network. If their "
     "processes end, or after cluster.alone_seconds, this node continues without them"
 )
 NAMED_LINKS = 6  # Links of one node that a line names; of more nodes it names the slowest

@@ -95,7 +95,7 @@ def _majority_text(event: MajorityLacked) -> str:
         f"{event.node} misses the run's coordinator and reaches {len(event.reached)} of the "
         f"{len(event.nodes)} nodes of the last generation, no majority. It does not reach {away}. "
         "It waits, and nothing is committed meanwhile. Continue or restart "
-        f"holdfast there, or mend the network; if its processes end there, {event.node} continues "
+        f"the agents there, or mend the network; if its processes end there, {event.node} continues "
         f"at once. Otherwise it continues without {away} in {event.seconds:.0f} s "
         "(cluster.alone_seconds)"
     )
