@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.config.loading.load import resolve_config
 from holdfast.errors import ConfigError, TaskError
 from holdfast.plan.placing.balance import planned_stages
 from holdfast.tasks.task.module import meta_module
-from holdfast.tasks.task.pipeline import stage_rows
+from holdfast.tasks.task.pipeline import TaskStage, stage_rows
 from tests.support.layouts import assert_all_state, case, load_complete
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import task_config, train_task
@@ -36,6 +37,7 @@ def _run(layout: str, to: Path, **given: Any) -> list[float]:
         in_campaign("dp2-pp2", {}),
         in_campaign("pp2+one", {}),
         in_campaign("pp2", {"recompute": "full"}),
+        in_campaign("pp2", {"args": {"dropout": 0.0, "shares": True}}),
         in_campaign("pp2-shard2", {"args": {"dropout": 0.0}}),
         in_campaign("zero1.2-pp2", {"args": {"dropout": 0.0}}),
     ],
@@ -48,6 +50,18 @@ def test_a_layout_agrees_with_one_process(
     assert _run(layout, tmp_path, **given) == pytest.approx(losses, rel=1e-10)
     whole = load_complete(tmp_path / "one-0.npz")
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
+
+
+def test_a_block_at_several_positions_runs_at_each() -> None:
+    task = Stack(dropout=0.0, shares=True)
+    model, batch = task.model(), {"tokens": torch.arange(18).view(2, 9) % 5}
+    x = task.before(model, batch)
+    for _ in range(4):
+        x = task.block(model.get_submodule("encoder.blocks.0"), x, batch)
+    loss = float(task.after(model, x, batch))
+    assert float(task.loss(model, batch)) == pytest.approx(loss, rel=1e-6)
+    assert float(TaskStage(task).run(model, batch, 1, None)) == pytest.approx(loss, rel=1e-6)
+    assert "encoder.blocks.0.norm2.bias 0 1 2 3" in stage_rows(task, meta_module(task))[1]
 
 
 def test_stages_follow_the_blocks() -> None:

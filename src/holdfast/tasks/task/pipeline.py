@@ -83,8 +83,9 @@ def _container(task: PipelineTask, model: nn.Module) -> nn.ModuleList:
 
 
 def _blocks(task: PipelineTask, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The blocks that are here, with their positions."""
-    for name, block in _container(task, model).named_children():
+    """The blocks that are here, with their positions. One module may be at several of them."""
+    for name, block in _container(task, model)._modules.items():
+        assert block is not None
         yield int(name), block
 
 
