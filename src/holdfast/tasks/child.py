@@ -53,7 +53,8 @@ def describe_task(config: RunConfig, task: Task) -> dict[str, Any]:
     found["validation"] = 0 if validation is None else len(validation)
     found["flops"] = known_flops(task)
     found["sharding"] = [] if lora.rank else list(sharding_rows(task, meta_module(task)))
-    count, positions = (0, ()) if lora.rank else stage_rows(task, meta_module(task))
+    count, positions = stage_rows(task, meta_module(task))
+    count, positions = (0, ()) if lora.rank else (count, positions)
     found["blocks"], found["positions"] = count, list(positions)
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
     found["notes"] = task.run.notes if isinstance(task, Script) else []

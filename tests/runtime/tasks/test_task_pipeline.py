@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from holdfast.config.loading.load import resolve_config
 from holdfast.errors import ConfigError, TaskError
 from holdfast.plan.placing.balance import planned_stages
+from holdfast.tasks.child import describe_task
 from holdfast.tasks.task.module import meta_module
 from holdfast.tasks.task.pipeline import TaskStage, stage_rows
 from tests.support.layouts import assert_all_state, case, load_complete
@@ -72,10 +75,21 @@ def test_stages_follow_the_blocks() -> None:
     assert planned_stages(config, (2, 1, 1, 1)) == (3, 3)
 
 
-def test_a_part_that_is_not_named_is_refused() -> None:
-    task = Stack(forgets="norm")
-    with pytest.raises(TaskError, match=r"norm\.weight is in no part .* name its module in"):
-        stage_rows(task, meta_module(task))
+class OwnLoss(Stack):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return 2 * super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Stack(forgets="norm"), r"norm\.weight is in no part .* name its module in"),
+        (OwnLoss(), r"OwnLoss has a loss\(\) of its own.* move loss\(\) into after\(\)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_the_start(task: Stack, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        describe_task(task_config("Stack"), task)
 
 
 def test_pipelines_that_a_task_does_not_have() -> None:

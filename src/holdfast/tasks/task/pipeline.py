@@ -94,6 +94,12 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
     TaskError for parts that do not fit the module."""
     if not isinstance(task, PipelineTask):
         return 0, ()
+    if type(task).loss is not PipelineTask.loss:
+        raise TaskError(
+            f"{type(task).__name__} has a loss() of its own, and training calls before(), block() "
+            "and after()",
+            remedy="move loss() into after(), or derive the class from holdfast.Task",
+        )
     named, count = task.pipeline(), len(_container(task, module))
     ends = {-1: named.before, count: named.after}
     names = [name for name, _ in module.named_modules()]
