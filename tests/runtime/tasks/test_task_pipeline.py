@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import holdfast
 from holdfast.config.loading.load import resolve_config
 from holdfast.errors import ConfigError, TaskError
 from holdfast.plan.placing.balance import planned_stages
@@ -80,10 +81,26 @@ class OwnLoss(Stack):
         return 2 * super().loss(model, batch)
 
 
+class Named(Stack):
+    """The parts that a test names."""
+
+    def __init__(self, *before: str) -> None:
+        super().__init__()
+        self.named = before
+
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
+        return self.Parts("encoder.blocks", self.named, ["norm", "head"])
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
         (Stack(forgets="norm"), r"norm\.weight is in no part .* name its module in"),
+        (Named("embed", "places", "encoder"), "names encoder .* contains encoder.blocks, the blocks"),
+        (
+            Named("embed", "places", "encoder.blocks.0"),
+            "names encoder.blocks.0 .* lies in encoder.blocks, .* beside the blocks",
+        ),
         (OwnLoss(), r"OwnLoss has a loss\(\) of its own.* move loss\(\) into after\(\)"),
     ],
 )

@@ -110,6 +110,14 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
                 f"pipeline() names {entry}, and the module has no such part",
                 remedy="name modules or parameters as model().named_modules() gives them",
             )
+        if _is_in(named.blocks, (entry,)) or _is_in(entry, (named.blocks,)):
+            how = "lies in" if _is_in(entry, (named.blocks,)) else "contains"
+            raise TaskError(
+                f"pipeline() names {entry} in `before` or `after`, and it {how} {named.blocks}, "
+                "the blocks",
+                remedy="name modules and parameters beside the blocks, such as "
+                f"{named.blocks.rpartition('.')[0] or 'encoder'}.embed",
+            )
     found: dict[int, tuple[str, set[int]]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         positions = {at for at, entries in ends.items() if _is_in(name, entries)}
