@@ -81,6 +81,36 @@ class OwnLoss(Stack):
         return 2 * super().loss(model, batch)
 
 
+class TwoTensors(Stack):
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        return super().before(model, batch), batch["tokens"]
+
+
+class BlockOfTwo(Stack):
+    def block(self, block: nn.Module, x: Tensor, batch: Mapping[str, Tensor]) -> Any:
+        return super().block(block, x, batch), 1
+
+
+class KeepsMask(Stack):
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.mask = batch["tokens"][:, :-1] == 3
+        return super().before(model, batch)
+
+
+class CountsBlocks(Stack):
+    at = 0
+
+    def block(self, block: nn.Module, x: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        self.at += 1
+        return super().block(block, x, batch) * self.at
+
+
+class NormsFirst(Stack):
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = model.get_submodule("norm")(super().before(model, batch))
+        return out
+
+
 class Named(Stack):
     """The parts that a test names."""
 
@@ -96,11 +126,16 @@ class Named(Stack):
     ("task", "words"),
     [
         (Stack(forgets="norm"), r"norm\.weight is in no part .* name its module in"),
-        (Named("embed", "places", "encoder"), "names encoder .* contains encoder.blocks, the blocks"),
+        (Named("embed", "places", "encoder"), "names encoder .* contains encoder.blocks, "),
         (
             Named("embed", "places", "encoder.blocks.0"),
             "names encoder.blocks.0 .* lies in encoder.blocks, .* beside the blocks",
         ),
+        (TwoTensors(), r"before\(\) of TwoTensors returned a tuple of 2, .* return one"),
+        (BlockOfTwo(), r"block\(\) of BlockOfTwo gave a tuple of 2 for block 0, .* got \[2, 8"),
+        (KeepsMask(), r"before\(\) sets self.mask, .* compute it from the batch"),
+        (CountsBlocks(), r"block\(\) sets self.at, .* compute it from the batch"),
+        (NormsFirst(), r"before\(\) uses norm, .* in `after` alone.* name it in `before` too"),
         (OwnLoss(), r"OwnLoss has a loss\(\) of its own.* move loss\(\) into after\(\)"),
     ],
 )
