@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.config.loading.load import resolve_config
-from holdfast.errors import ConfigError, TaskError
+from holdfast.errors import ConfigError, PeerLostError, TaskError
 from holdfast.plan.placing.balance import planned_stages
 from holdfast.tasks.child import describe_task
+from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.module import meta_module
 from holdfast.tasks.task.pipeline import TaskStage, stage_rows
 from tests.support.layouts import assert_all_state, case, load_complete
@@ -165,3 +166,8 @@ def test_pipelines_that_a_task_does_not_have() -> None:
         with pytest.raises(ConfigError, match=words):
             resolve_config(f"{text}{task}layout: {{{layout}}}\n", "run.yaml")
     resolve_config(f"{text}{stages}layout: {{pp: 2}}\n", "run.yaml")
+
+
+def test_a_lost_peer_is_no_mistake_in_the_users_code() -> None:
+    with pytest.raises(PeerLostError, match="gone"), user_code("loss() failed"):
+        raise PeerLostError("gone")
