@@ -123,6 +123,11 @@ class Named(Stack):
         return self.Parts("encoder.blocks", self.named, ["norm", "head"])
 
 
+class NamedByText(Stack):
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
+        return self.Parts("encoder.blocks", "embed", ["norm", "head"])
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
@@ -132,6 +137,7 @@ class Named(Stack):
             Named("embed", "places", "encoder.blocks.0"),
             "names encoder.blocks.0 .* lies in encoder.blocks, .* beside the blocks",
         ),
+        (NamedByText(), r"returned .*before='embed'.* with lists of names"),
         (TwoTensors(), r"before\(\) of TwoTensors returned a tuple of 2, .* return one"),
         (BlockOfTwo(), r"block\(\) of BlockOfTwo gave a tuple of 2 for block 0, .* got \[2, 8"),
         (KeepsMask(), r"before\(\) sets self.mask, .* compute it from the batch"),

@@ -149,7 +149,19 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
             "and after()",
             remedy="move loss() into after(), or derive the class from holdfast.Task",
         )
-    named, count = task.pipeline(), len(_container(task, module))
+    with user_code("pipeline() failed"):
+        named = task.pipeline()
+    if (
+        not isinstance(named, PipelineTask.Parts)
+        or isinstance(named.before, str)
+        or (isinstance(named.after, str))
+    ):
+        raise TaskError(
+            f"pipeline() returned {named!r}",
+            remedy='return self.Parts("blocks", before=["embed"], after=["head"]), with lists of '
+            "names",
+        )
+    count = len(_container(task, module))
     ends = {-1: named.before, count: named.after}
     names = [name for name, _ in module.named_modules()]
     names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
