@@ -336,10 +336,13 @@ class Heads(EncoderDecoder):
 
 class Stack(holdfast.PipelineTask):
     """A tagger: a class for each token, by encoder blocks that see the complete sequence. The
-    output matrix is that of the embeddings. forgets: a part that `pipeline()` leaves out."""
+    output matrix is that of the embeddings. forgets: a part that `pipeline()` leaves out. shares:
+    one block is at all positions."""
 
-    def __init__(self, dropout: float = 0.1, layers: int = 4, forgets: str = "") -> None:
-        self.dropout, self.layers, self.forgets = dropout, layers, forgets
+    def __init__(
+        self, dropout: float = 0.1, layers: int = 4, forgets: str = "", shares: bool = False
+    ) -> None:
+        self.dropout, self.layers, self.forgets, self.shares = dropout, layers, forgets, shares
 
     def data(self) -> Sequences:
         return Sequences()
@@ -348,7 +351,10 @@ class Stack(holdfast.PipelineTask):
         return Sequences(9, first=SAMPLES)
 
     def model(self) -> nn.Module:
-        return StackNet(self.dropout, self.layers)
+        net = StackNet(self.dropout, self.layers)
+        if self.shares:
+            net.encoder.blocks = nn.ModuleList([net.encoder.blocks[0]] * self.layers)
+        return net
 
     def weight(self, batch: Mapping[str, Tensor]) -> int:
         return 8 * len(batch["tokens"])

@@ -26,6 +26,7 @@ from holdfast.tasks.task.batches import TaskBatches, open_samples, open_validati
 from holdfast.tasks.task.initial import first_values, frozen_values, trained_module, values_checksum
 from holdfast.tasks.task.loading import place_in_user_code, source_digest
 from holdfast.tasks.task.module import known_flops, meta_module, module_rows, refuse_other_rows
+from holdfast.tasks.task.parts_probe import probe_parts
 from holdfast.tasks.task.pipeline import stage_rows
 from holdfast.tasks.task.sharding import sharding_rows
 from holdfast.tasks.task.task import Task
@@ -53,7 +54,9 @@ def describe_task(config: RunConfig, task: Task) -> dict[str, Any]:
     found["validation"] = 0 if validation is None else len(validation)
     found["flops"] = known_flops(task)
     found["sharding"] = [] if lora.rank else list(sharding_rows(task, meta_module(task)))
-    count, positions = (0, ()) if lora.rank else stage_rows(task, meta_module(task))
+    count, positions = stage_rows(task, meta_module(task))
+    count, positions = (0, ()) if lora.rank else (count, positions)
+    probe_parts(task, config)
     found["blocks"], found["positions"] = count, list(positions)
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
     found["notes"] = task.run.notes if isinstance(task, Script) else []

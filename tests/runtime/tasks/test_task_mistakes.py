@@ -313,12 +313,10 @@ def test_a_wrong_argument_is_named_with_its_place_in_the_run_file() -> None:
         describe_in(resolve_config(text, "run.yaml"), str(ROOT))
 
 
-def test_axes_that_need_a_sharding_table_are_refused() -> None:
-    """tp once it is known that there is none, pp at once."""
-    for axis, known in (("tp", "parameters: [w 4x4]"), ("pp", "args: {}")):
-        text = f"task: {{name: my_task:Net, {known}}}\nlayout: {{{axis}: 2}}\n"
-        with pytest.raises(ConfigError, match=f"layout.{axis} 2 needs a sharding table.*:Net has"):
-            resolve_config(text, "run.yaml")
+def test_tp_is_refused_once_it_is_known_that_there_is_no_sharding_table() -> None:
+    text = "task: {name: my_task:Net, parameters: [w 4x4]}\nlayout: {tp: 2}\n"
+    with pytest.raises(ConfigError, match=r"layout.tp 2 needs a sharding table.*:Net has"):
+        resolve_config(text, "run.yaml")
     resolve_config("task: my_task:Net\nlayout: {tp: 2}\n", "run.yaml")
 
 

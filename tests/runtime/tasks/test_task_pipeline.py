@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import holdfast
 from holdfast.config.loading.load import resolve_config
-from holdfast.errors import ConfigError, TaskError
+from holdfast.errors import ConfigError, PeerLostError, TaskError
 from holdfast.plan.placing.balance import planned_stages
+from holdfast.tasks.child import describe_task
+from holdfast.tasks.task.loading import user_code
 from holdfast.tasks.task.module import meta_module
-from holdfast.tasks.task.pipeline import stage_rows
+from holdfast.tasks.task.pipeline import TaskStage, stage_rows
 from tests.support.layouts import assert_all_state, case, load_complete
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import task_config, train_task
@@ -36,6 +42,7 @@ def _run(layout: str, to: Path, **given: Any) -> list[float]:
         in_campaign("dp2-pp2", {}),
         in_campaign("pp2+one", {}),
         in_campaign("pp2", {"recompute": "full"}),
+        in_campaign("pp2", {"args": {"dropout": 0.0, "shares": True}}),
         in_campaign("pp2-shard2", {"args": {"dropout": 0.0}}),
         in_campaign("zero1.2-pp2", {"args": {"dropout": 0.0}}),
     ],
@@ -50,6 +57,18 @@ def test_a_layout_agrees_with_one_process(
     assert_all_state(whole, sorted(tmp_path.glob(f"{layout}-*.npz")), 1e-10)
 
 
+def test_a_block_at_several_positions_runs_at_each() -> None:
+    task = Stack(dropout=0.0, shares=True)
+    model, batch = task.model(), {"tokens": torch.arange(18).view(2, 9) % 5}
+    x = task.before(model, batch)
+    for _ in range(4):
+        x = task.block(model.get_submodule("encoder.blocks.0"), x, batch)
+    loss = float(task.after(model, x, batch))
+    assert float(task.loss(model, batch)) == pytest.approx(loss, rel=1e-6)
+    assert float(TaskStage(task).run(model, batch, 1, None)) == pytest.approx(loss, rel=1e-6)
+    assert "encoder.blocks.0.norm2.bias 0 1 2 3" in stage_rows(task, meta_module(task))[1]
+
+
 def test_stages_follow_the_blocks() -> None:
     config = task_config("Stack", {"layers": 6})
     assert config.task.blocks == 6
@@ -58,10 +77,78 @@ def test_stages_follow_the_blocks() -> None:
     assert planned_stages(config, (2, 1, 1, 1)) == (3, 3)
 
 
-def test_a_part_that_is_not_named_is_refused() -> None:
-    task = Stack(forgets="norm")
-    with pytest.raises(TaskError, match=r"norm\.weight is in no part .* name its module in"):
-        stage_rows(task, meta_module(task))
+class OwnLoss(Stack):
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return 2 * super().loss(model, batch)
+
+
+class TwoTensors(Stack):
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        return super().before(model, batch), batch["tokens"]
+
+
+class BlockOfTwo(Stack):
+    def block(self, block: nn.Module, x: Tensor, batch: Mapping[str, Tensor]) -> Any:
+        return super().block(block, x, batch), 1
+
+
+class KeepsMask(Stack):
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.mask = batch["tokens"][:, :-1] == 3
+        return super().before(model, batch)
+
+
+class CountsBlocks(Stack):
+    at = 0
+
+    def block(self, block: nn.Module, x: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        self.at += 1
+        return super().block(block, x, batch) * self.at
+
+
+class NormsFirst(Stack):
+    def before(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = model.get_submodule("norm")(super().before(model, batch))
+        return out
+
+
+class Named(Stack):
+    """The parts that a test names."""
+
+    def __init__(self, *before: str) -> None:
+        super().__init__()
+        self.named = before
+
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
+        return self.Parts("encoder.blocks", self.named, ["norm", "head"])
+
+
+class NamedByText(Stack):
+    def pipeline(self) -> holdfast.PipelineTask.Parts:
+        return self.Parts("encoder.blocks", "embed", ["norm", "head"])
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Stack(forgets="norm"), r"norm\.weight is in no part .* name its module in"),
+        (Named("embed", "places", "encoder"), "names encoder .* contains encoder.blocks, "),
+        (
+            Named("embed", "places", "encoder.blocks.0"),
+            "names encoder.blocks.0 .* lies in encoder.blocks, .* beside the blocks",
+        ),
+        (NamedByText(), r"returned .*before='embed'.* with lists of names"),
+        (TwoTensors(), r"before\(\) of TwoTensors returned a tuple of 2, .* return one"),
+        (BlockOfTwo(), r"block\(\) of BlockOfTwo gave a tuple of 2 for block 0, .* got \[2, 8"),
+        (KeepsMask(), r"before\(\) sets self.mask, .* compute it from the batch"),
+        (CountsBlocks(), r"block\(\) sets self.at, .* compute it from the batch"),
+        (NormsFirst(), r"before\(\) uses norm, .* in `after` alone.* name it in `before` too"),
+        (OwnLoss(), r"OwnLoss has a loss\(\) of its own.* move loss\(\) into after\(\)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_the_start(task: Stack, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        describe_task(task_config("Stack"), task)
 
 
 def test_pipelines_that_a_task_does_not_have() -> None:
@@ -85,3 +172,8 @@ def test_pipelines_that_a_task_does_not_have() -> None:
         with pytest.raises(ConfigError, match=words):
             resolve_config(f"{text}{task}layout: {{{layout}}}\n", "run.yaml")
     resolve_config(f"{text}{stages}layout: {{pp: 2}}\n", "run.yaml")
+
+
+def test_a_lost_peer_is_no_mistake_in_the_users_code() -> None:
+    with pytest.raises(PeerLostError, match="gone"), user_code("loss() failed"):
+        raise PeerLostError("gone")

@@ -9,6 +9,7 @@ from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.node.devices import default_places, refuse_devices, refuse_float8
 from holdfast.launch.node.node_place import by_place
+from holdfast.launch.run.task_run import ask_task
 from holdfast.launch.start.facts import Facts, Resolver, resolve
 from holdfast.layout import Layout
 from holdfast.machine.hardware import HardwareInfo, cpp_compiler
@@ -95,5 +96,12 @@ def plan_for_machine(loaded: LoadedConfig, facts: Facts) -> LoadedConfig:
     """
     loaded = resolve(loaded, facts, BY_MACHINE)
     refuse_unfit_machine(loaded, facts.hardware)
-    checked_layouts(loaded)
+    try:
+        checked_layouts(loaded)
+    except LayoutError:
+        config = loaded.config
+        if config.task.name and config.layout.pp > 1:
+            # with more stages than the task has blocks, the remedies of the error do not work
+            loaded.with_values(ask_task(loaded)).validated()
+        raise
     return loaded

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.config.sections.task import TaskConfig
-from holdfast.errors import TaskError, nearest_of
+from holdfast.errors import PeerLostError, TaskError, nearest_of
 from holdfast.tasks.task.importing import importing
 from holdfast.tasks.task.task import Task
 
@@ -88,10 +88,11 @@ def source_digest(config: TaskConfig, task: Task | None = None) -> str:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Make one sentence of an exception in a user's code. An OSError stays: it may pass."""
+    """Make one sentence of an exception in a user's code. An OSError stays: it may pass. A lost
+    peer stays: it is no mistake in that code, and the peer may say what is."""
     try:
         yield
-    except (TaskError, OSError):
+    except (TaskError, OSError, PeerLostError):
         raise
     except Exception as error:
         text = " ".join(str(error).split())[:300]

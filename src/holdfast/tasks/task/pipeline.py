@@ -43,30 +43,79 @@ class TaskStage:
             return x.sum().to(torch.float64) * 0.0 if self.is_last else x * 0.0
         if incoming is None:
             seed_generators(key_seed(key, "before"))
-            x = checked_tensor(self.task.before(model, batch))
+            x = checked_tensor(self.task, self.task.before(model, batch))
         else:
             x = incoming
-        for position, block in _blocks(self.task, model):
+        for position, block in blocks_here(self.task, model):
             seed_generators(key_seed(key, "block", position))
-            out = self.task.block(block, x, batch)
-            if not isinstance(out, Tensor) or (out.shape, out.dtype) != (x.shape, x.dtype):
-                found = f"{list(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out)
-                raise TaskError(
-                    f"block() gave {found} for block {position}, and got {list(x.shape)} {x.dtype}",
-                    remedy="let each block return a tensor as it gets one",
-                )
-            x = out
+            x = called_block(self.task, block, position, x, batch)
         if not self.is_last:
             return x
         seed_generators(key_seed(key, "after"))
         return self.task.after(model, x, batch)
 
 
-def checked_tensor(x: Any) -> Tensor:
+def checked_tensor(task: PipelineTask, x: Any) -> Tensor:
     """What `before()` returned. Raises TaskError."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TaskError("before() returned no floating-point tensor", remedy="return one")
+        raise TaskError(
+            f"before() of {type(task).__name__} returned {_kind(x)}, no floating-point tensor",
+            remedy="return one; block() and after() get the batch, too",
+        )
     return x
+
+
+def called_before(task: PipelineTask, model: nn.Module, batch: Batch) -> Tensor:
+    """What the first block gets. Raises TaskError, also for values that `before()` keeps."""
+    was = values_on(task, model)
+    x = task.before(model, batch)
+    refuse_kept_values("before()", was, values_on(task, model))
+    return checked_tensor(task, x)
+
+
+def called_block(
+    task: PipelineTask, block: nn.Module, position: int, x: Tensor, batch: Batch
+) -> Tensor:
+    """What a block gives. Raises TaskError for another shape or dtype than it got."""
+    out = task.block(block, x, batch)
+    if not isinstance(out, Tensor) or (out.shape, out.dtype) != (x.shape, x.dtype):
+        raise TaskError(
+            f"block() of {type(task).__name__} gave {_kind(out)} for block {position}, and got "
+            f"{_kind(x)}",
+            remedy="let each block return a tensor as it gets one",
+        )
+    return out
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype}"
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def values_on(task: PipelineTask, model: nn.Module) -> dict[str, Any]:
+    """The attributes of a task and of its module, by name."""
+    found = {f"self.{name}": value for name, value in vars(task).items()}
+    return found | {f"model.{name}": value for name, value in vars(model).items()}
+
+
+def refuse_kept_values(part: str, was: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raises TaskError for an attribute that a part has set: other stages do not have it."""
+    for name, value in values.items():
+        if name not in was or was[name] is not value:
+            raise TaskError(
+                f"{part} sets {name}, and the parts of other stages do not get it",
+                remedy="compute it from the batch in each part that uses it, or return it in the "
+                "tensor",
+            )
+
+
+def on_meta(batch: Batch, dtype: torch.dtype) -> Batch:
+    """A batch without values. dtype: of its floating-point tensors."""
+    return {
+        name: t.to("meta", dtype if t.is_floating_point() else t.dtype) for name, t in batch.items()
+    }
 
 
 def _container(task: PipelineTask, model: nn.Module) -> nn.ModuleList:
@@ -82,9 +131,10 @@ def _container(task: PipelineTask, model: nn.Module) -> nn.ModuleList:
     return found
 
 
-def _blocks(task: PipelineTask, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The blocks that are here, with their positions."""
-    for name, block in _container(task, model).named_children():
+def blocks_here(task: PipelineTask, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """The blocks that are here, with their positions. One module may be at several of them."""
+    for name, block in _container(task, model)._modules.items():
+        assert block is not None
         yield int(name), block
 
 
@@ -93,7 +143,25 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
     TaskError for parts that do not fit the module."""
     if not isinstance(task, PipelineTask):
         return 0, ()
-    named, count = task.pipeline(), len(_container(task, module))
+    if type(task).loss is not PipelineTask.loss:
+        raise TaskError(
+            f"{type(task).__name__} has a loss() of its own, and training calls before(), block() "
+            "and after()",
+            remedy="move loss() into after(), or derive the class from holdfast.Task",
+        )
+    with user_code("pipeline() failed"):
+        named = task.pipeline()
+    if (
+        not isinstance(named, PipelineTask.Parts)
+        or isinstance(named.before, str)
+        or (isinstance(named.after, str))
+    ):
+        raise TaskError(
+            f"pipeline() returned {named!r}",
+            remedy='return self.Parts("blocks", before=["embed"], after=["head"]), with lists of '
+            "names",
+        )
+    count = len(_container(task, module))
     ends = {-1: named.before, count: named.after}
     names = [name for name, _ in module.named_modules()]
     names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -102,6 +170,14 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
             raise TaskError(
                 f"pipeline() names {entry}, and the module has no such part",
                 remedy="name modules or parameters as model().named_modules() gives them",
+            )
+        if _is_in(named.blocks, (entry,)) or _is_in(entry, (named.blocks,)):
+            how = "lies in" if _is_in(entry, (named.blocks,)) else "contains"
+            raise TaskError(
+                f"pipeline() names {entry} in `before` or `after`, and it {how} {named.blocks}, "
+                "the blocks",
+                remedy="name modules and parameters beside the blocks, such as "
+                f"{named.blocks.rpartition('.')[0] or 'encoder'}.embed",
             )
     found: dict[int, tuple[str, set[int]]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -131,10 +207,15 @@ def keep_stage(
             del container._modules[name]
     kept = {*(named.before if first else ()), *(named.after if last else ())}
     for entry in {*named.before, *named.after} - kept:
-        path, _, key = entry.rpartition(".")
-        owner = module.get_submodule(path)
-        held: dict[str, Any] = owner._parameters if key in owner._parameters else owner._modules
-        held[key] = None
+        slots, key = slot_of(module, entry)
+        slots[key] = None
+
+
+def slot_of(module: nn.Module, entry: str) -> tuple[dict[str, Any], str]:
+    """Where a module or parameter is kept, and under which key."""
+    path, _, key = entry.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if key in owner._parameters else owner._modules), key
 
 
 class TaskPipelinedExecutor(PipelinedExecutor):
@@ -161,13 +242,10 @@ class TaskPipelinedExecutor(PipelinedExecutor):
             return (1,), self._dtype
         known = tuple((name, t.shape, t.dtype) for name, t in tensors.items())
         if known not in self._shapes:
-            there = {
-                name: t.to("meta", self._dtype if t.is_floating_point() else t.dtype)
-                for name, t in tensors.items()
-            }
+            there = on_meta(tensors, self._dtype)
             what = "before() failed on the meta device, where no tensor has values"
             with user_code(what), torch.device("meta"), torch.no_grad():
-                x = checked_tensor(self._task.before(self._module, there))
+                x = called_before(self._task, self._module, there)
             self._shapes[known] = tuple(x.shape), x.dtype
         return self._shapes[known]
 

@@ -159,7 +159,8 @@ class PipelineTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The three parts one after the other. Training calls the parts."""
         x = self.before(model, batch)
-        for block in model.get_submodule(self.pipeline().blocks).children():
+        for block in model.get_submodule(self.pipeline().blocks)._modules.values():
+            assert block is not None
             x = self.block(block, x, batch)
         return self.after(model, x, batch)
 
