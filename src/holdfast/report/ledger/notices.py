@@ -94,8 +94,7 @@ def _majority_text(event: MajorityLacked) -> str:
     return (
         f"{event.node} misses the run's coordinator and reaches {len(event.reached)} of the "
         f"{len(event.nodes)} nodes of the last generation, no majority. It does not reach {away}. "
-        "It waits, and nothing is committed meanwhile. Continue or restart "
-        f"the agents there, or mend the network; if its processes end there, {event.node} continues "
-        f"at once. Otherwise it continues without {away} in {event.seconds:.0f} s "
+        "It waits, and nothing is committed meanwhile. Continue or restart the agents there, or "
+        f"mend the network; if its processes end there, {event.node} continues at once. Otherwise it continues without {away} in {event.seconds:.0f} s "
         "(cluster.alone_seconds)"
     )
