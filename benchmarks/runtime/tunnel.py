@@ -1,15 +1,15 @@
 """Do gradients cross the network in plain sight, and does WireGuard hide them?
 
-Two nodes of one run live in network namespaces of their own, and train the same three steps twice:
-over the bare line, and over WireGuard (`wireguard-go`, in user space). A sniffer on the line keeps
+Two nodes of one run live in network namespaces of their own. They train the same three steps twice,
+over the bare line and over WireGuard (`wireguard-go`, in user space). A sniffer on the line keeps
 every frame. The script of the run writes its gradients to files. So it is known which bytes to look
 for: all windows of 16 bytes of them. Those that the bare line showed are looked for in the tunnel's
 frames.
 
     python -m benchmarks.runtime.tunnel [--steps N] [--width N]     needs root, wg, wireguard-go
 
-The exit code is 0 if the bare line shows at least 1,000,000 bytes and the tunnel none of them, and
-both runs have equal losses.
+The exit code is 0 if the bare line shows at least 1,000,000 bytes, and the tunnel none of them. Both
+runs must have equal losses.
 """
 
 from __future__ import annotations

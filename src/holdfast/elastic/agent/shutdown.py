@@ -74,7 +74,7 @@ class ShutdownController:
     final_upload: FinalUpload
     exit_at_once: Callable[[str], None]
     committed_step: Callable[[], int]
-    stop_cause: Callable[[], str] = lambda: ""  # as in `RunContext`
+    stop_cause: Callable[[], str] | None = None  # as in `RunContext`
 
     def __post_init__(self) -> None:
         self.reason: str | None = None
@@ -130,12 +130,13 @@ class ShutdownController:
             self.on_termination_warning(TerminationWarning(grace, True, name, name))
         else:
             self.begin_shutdown(name, 0.0 if number is signal.SIGINT else grace)
-            if number is signal.SIGTERM:
-                self._explanation = asyncio.ensure_future(self._explain_stop(name))
+            if number is signal.SIGTERM and self.stop_cause is not None:
+                explaining = self._explain_stop(name, self.stop_cause)
+                self._explanation = asyncio.ensure_future(explaining)
 
-    async def _explain_stop(self, reason: str) -> None:
+    async def _explain_stop(self, reason: str, stop_cause: Callable[[], str]) -> None:
         """Name what is behind a signal, if the run folder tells; a disk may hang meanwhile."""
-        cause = await asyncio.to_thread(self.stop_cause)
+        cause = await asyncio.to_thread(stop_cause)
         if cause and self.reason == reason:
             self.reason = cause
 

@@ -95,6 +95,7 @@ def _majority_text(event: MajorityLacked) -> str:
         f"{event.node} misses the run's coordinator and reaches {len(event.reached)} of the "
         f"{len(event.nodes)} nodes of the last generation, no majority. It does not reach {away}. "
         "It waits, and nothing is committed meanwhile. Continue or restart the agents there, or "
-        f"mend the network; if its processes end there, {event.node} continues at once. Otherwise it continues without {away} in {event.seconds:.0f} s "
+        f"mend the network; if its processes end there, {event.node} continues at once. "
+        f"Otherwise it continues without {away} in {event.seconds:.0f} s "
         "(cluster.alone_seconds)"
     )

@@ -176,7 +176,7 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
             raise TaskError(
                 f"pipeline() names {entry} in `before` or `after`, and it {how} {named.blocks}, "
                 "the blocks",
-                remedy="name modules and parameters beside the blocks, such as "
+                remedy="name modules and parameters next to the blocks, such as "
                 f"{named.blocks.rpartition('.')[0] or 'encoder'}.embed",
             )
     found: dict[int, tuple[str, set[int]]] = {}
@@ -212,7 +212,7 @@ def keep_stage(
 
 
 def slot_of(module: nn.Module, entry: str) -> tuple[dict[str, Any], str]:
-    """Where a module or parameter is kept, and under which key."""
+    """Return the module that keeps a module or parameter, and its key there."""
     path, _, key = entry.rpartition(".")
     owner = module.get_submodule(path)
     return (owner._parameters if key in owner._parameters else owner._modules), key
