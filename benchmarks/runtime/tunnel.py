@@ -8,8 +8,8 @@ frames.
 
     python -m benchmarks.runtime.tunnel [--steps N] [--width N]     needs root, wg, wireguard-go
 
-The exit code is 0 if the bare line shows at least 1,000,000 bytes, and the tunnel none of them. Both
-runs must have equal losses.
+The exit code is 0 if the bare line shows at least 1,000,000 bytes, and the tunnel none of them.
+Both runs must have equal losses.
 """
 
 from __future__ import annotations
