@@ -22,7 +22,7 @@ from holdfast.report.formatting import format_duration
 from holdfast.show.output import print_json, print_table, say
 from holdfast_platform.clouds.job_specs import JOBS, ServiceSettings
 from holdfast_platform.clouds.mix import Mix, Need, choose_mix
-from holdfast_platform.commands.cloud_follow import end, follow
+from holdfast_platform.commands.cloud_follow import end, follow, refuse_folder
 from holdfast_platform.commands.cloud_trials import trials
 
 NEED_SECRET = ("sagemaker", "vertex", "azure-ml", "runpod")
@@ -183,12 +183,7 @@ def spec(
             raise UserError(f"{service} needs {option}", where=option, remedy=f"add {option} VALUE")
     loaded = for_all_nodes(load_config(run_file, overrides or []), devices=count)
     request = launch_request(loaded, run_folder_of(loaded.config))
-    if "://" not in request.location:
-        raise UserError(
-            "machines of a service cannot reach a folder of this machine",
-            where=loaded.where("folder"),
-            remedy="use a bucket, such as folder=s3://BUCKET/RUN",
-        )
+    refuse_folder(request, loaded.where("folder"))
     settings = ServiceSettings(
         image, machine, accelerator, count, region, role, spot, hours, secret
     )

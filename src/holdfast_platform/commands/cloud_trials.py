@@ -64,7 +64,8 @@ def trials(
     """
     given = overrides or []
     first = for_all_nodes(load_config(run_file, given), devices=count)
-    prefix = job_name(launch_request(first, run_folder_of(first.config)))[:50].rstrip("-")
+    asked = launch_request(first, run_folder_of(first.config))
+    prefix = job_name(asked)[:50].rstrip("-")
     needed = {"--image": image, "--machine": machine, "--role": role, "--secret": secret}
     if each and (missing := [option for option, value in needed.items() if not value]):
         raise UserError(
@@ -72,6 +73,9 @@ def trials(
         )
     if stop and each:
         raise UserError("--stop submits nothing", where="--each", remedy="leave one of them out")
+    grid = _grid(each or [])
+    if grid:
+        refuse_folder(asked, first.where("folder"))
     settings = ServiceSettings(
         image, machine, "", count, region, role, spot=spot, hours=hours, secret=secret
     )
@@ -80,7 +84,7 @@ def trials(
         service = AwsService("sagemaker", environ, ask, host="api.sagemaker")
         jobs = SageMakerJobs(service, prefix)
         before = {trial.job for trial in jobs.trials()}
-        for number, chosen in enumerate(_grid(each or [])):
+        for number, chosen in enumerate(grid):
             if f"{prefix}-{number}" in before:
                 say(f"{prefix}-{number} was submitted before")
                 continue
