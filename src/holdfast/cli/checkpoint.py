@@ -67,8 +67,8 @@ def list_(run: RunArgument, json: Json = False) -> None:
             row = {"key": key, "problem": str(error)}
             rows.append(("?", "?", "?", str(error)))
         else:
-            row["kept"] = row["step"] in kept
-            mark = " (kept)" if row["kept"] else ""
+            mark = " (kept)" if row["step"] in kept else ""
+            row |= {"kept": True} if mark else {}
             size = format_bytes(row["bytes"])
             rows.append((f"{row['step']}{mark}", row["generation"], size, key))
         described.append(row)
