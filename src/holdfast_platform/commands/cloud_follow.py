@@ -75,7 +75,9 @@ def follow(
         bool, typer.Option("--ask-prices", help="ask EC2 for spot prices in place of the file's")
     ] = False,
 ) -> int:
-    """Order and end a run's EC2 instances by the cheapest mix, until the run is finished.
+    """Order and end a run's EC2 instances by the cheapest mix.
+
+    It works until the run is finished.
 
     The run must lie in a bucket. Prices, instances and progress are read before each choice. A
     reclaimed node is replaced. The mix changes only if that saves 10 %. Ctrl-C ends this command
@@ -128,7 +130,7 @@ def follow(
 
 
 def end(run_file: RunFile, overrides: Overrides = None, region: Region = "") -> int:
-    """End all EC2 instances of a run, which 'holdfast cloud follow' ordered.
+    """End the EC2 instances that 'cloud follow' ordered for a run.
 
     \b
     Example:

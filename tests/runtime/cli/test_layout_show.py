@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.plan.placing.domains import ASSUMED_LINKS
+from holdfast.show.layout_distance import USUAL_DEVICES
 from tests.support.commands import within, write_run_file
 
 EIGHT = (
@@ -252,11 +254,14 @@ def test_the_example_of_175_billion_parameters() -> None:
 
 
 # --- `holdfast layout distance` -------------------------------------------------------------------
-def test_the_table_says_from_where_on_the_distance_is_a_hundredfold() -> None:
-    done = within("layout", "distance", "--ranks", "16")
-    assert done.code == 0
-    assert "a hundred times dearer between zones: from 1.0 MiB" in done.out
-    assert "a hundred times dearer between racks" not in done.out
+def test_the_table_says_at_which_bandwidth_the_distance_is_a_hundredfold() -> None:
+    """A node has a lower bandwidth than the one that is named just where a ring is that dear."""
+    done = within("layout", "distance", "--ranks", "16", "--json").succeeds()
+    rows = [row for row in json.loads(done.out) if row["level"] != "node"]
+    for row in rows:
+        gbit_s = ASSUMED_LINKS[row["level"]].bandwidth * USUAL_DEVICES * 8 / 1e9
+        assert (row["ring_ratio"] >= 100) == (gbit_s <= row["hundredfold_gbit_s"])
+    assert {row["ring_ratio"] >= 100 for row in rows} == {True, False}
 
 
 def test_ratios_are_of_times_of_the_same_size() -> None:

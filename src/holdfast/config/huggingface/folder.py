@@ -97,8 +97,8 @@ def read_folder_model(folder: Path) -> ModelConfig:
         raise ModelFolderError(
             "there is no config.json here",
             where=str(folder),
-            remedy="name the folder of a model in Hugging Face form; 'hf download OWNER/NAME' "
-            "fetches one from the hub, and prints its folder",
+            remedy="name the folder of a model in Hugging Face form ('hf download OWNER/NAME' "
+            "fetches one from the hub, and prints its folder)",
         )
     return from_their_config(read_json_object(path), where=str(path))
 
