@@ -69,8 +69,8 @@ def _signals_queued(arrived: Arrived) -> Iterator[None]:
 class Pulse:
     """Notices that an event loop's process was stopped for a while."""
 
-    PERIOD_S = 0.25
-    MISSED_S = 0.5  # later than due, so long that the process was stopped, or very busy
+    PERIOD_S = 0.1
+    MISSED_S = 0.2  # later than due, so long that the process was stopped, or very busy
     RECENT_S = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -136,7 +136,7 @@ CASES: list[Case] = [
         "config/huggingface/folder.py",
         empty_folder,
         lambda lab: read_folder_model(lab.folder / lab.settings["folder"]),
-        NAME,
+        NAME + r" .*prints its folder.",
         fixed(folder="real"),
     ),
     Case(
