@@ -135,7 +135,7 @@ class NamedByText(Stack):
         (Named("embed", "places", "encoder"), "names encoder .* contains encoder.blocks, "),
         (
             Named("embed", "places", "encoder.blocks.0"),
-            "names encoder.blocks.0 .* lies in encoder.blocks, .* beside the blocks",
+            "names encoder.blocks.0 .* lies in encoder.blocks, .* next to the blocks",
         ),
         (NamedByText(), r"returned .*before='embed'.* with lists of names"),
         (TwoTensors(), r"before\(\) of TwoTensors returned a tuple of 2, .* return one"),
