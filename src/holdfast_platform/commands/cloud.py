@@ -22,7 +22,7 @@ from holdfast.report.formatting import format_duration
 from holdfast.show.output import print_json, print_table, say
 from holdfast_platform.clouds.job_specs import JOBS, ServiceSettings
 from holdfast_platform.clouds.mix import Mix, Need, choose_mix
-from holdfast_platform.commands.cloud_follow import end, follow, refuse_folder
+from holdfast_platform.commands.cloud_follow import end, follow, refuse_folder, refuse_too_many
 from holdfast_platform.commands.cloud_trials import trials
 
 NEED_SECRET = ("sagemaker", "vertex", "azure-ml", "runpod")
@@ -102,12 +102,7 @@ def mix(
     """
     if not math.isfinite(work):
         raise UserError("the work is not finite", where="--work", remedy="use a number of hours")
-    if least > nodes:
-        raise UserError(
-            f"{least} nodes are more than the {nodes} of --nodes",
-            where="--least",
-            remedy=f"use {nodes} or less",
-        )
+    refuse_too_many(least, nodes)
     need = Need(work, float("inf") if finish_by is None else finish_by, least, nodes)
     chosen: list[tuple[MachineType, Mix]] = []
     for each in _types(catalogue, accelerator, cloud):

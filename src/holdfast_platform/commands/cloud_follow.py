@@ -91,12 +91,7 @@ def follow(
     """
     from holdfast.machine.hardware import detect_hardware
 
-    if least > nodes:
-        raise UserError(
-            f"{least} nodes are more than the {nodes} of --nodes",
-            where="--least",
-            remedy=f"use {nodes} or less",
-        )
+    refuse_too_many(least, nodes)
     service = _service(region)
     row = _row(catalogue, machine, service.region)
     given = [*(overrides or []), f"launch.nodes={nodes}"]
@@ -209,6 +204,16 @@ def _row(catalogue: Path, machine: str, region: str) -> MachineType:
         if rows
         else "see 'holdfast cloud offers --cloud aws', or name a file with --catalogue",
     )
+
+
+def refuse_too_many(least: int, nodes: int) -> None:
+    """Raises UserError if --least is above --nodes."""
+    if least > nodes:
+        raise UserError(
+            f"{least} nodes are more than the {nodes} of --nodes",
+            where="--least",
+            remedy=f"use {nodes} or less",
+        )
 
 
 def refuse_folder(request: LaunchRequest, where: str) -> None:
