@@ -137,7 +137,7 @@ class NamedByText(Stack):
             Named("embed", "places", "encoder.blocks.0"),
             "names encoder.blocks.0 .* lies in encoder.blocks, .* next to the blocks",
         ),
-        (NamedByText(), r"returned .*before='embed'.* with lists of names"),
+        (NamedByText(), r"returned .*before='embed'.* lists of the names"),
         (TwoTensors(), r"before\(\) of TwoTensors returned a tuple of 2, .* return one"),
         (BlockOfTwo(), r"block\(\) of BlockOfTwo gave a tuple of 2 for block 0, .* got \[2, 8"),
         (KeepsMask(), r"before\(\) sets self.mask, .* compute it from the batch"),

@@ -158,8 +158,8 @@ def stage_rows(task: Task, module: nn.Module) -> tuple[int, tuple[str, ...]]:
     ):
         raise TaskError(
             f"pipeline() returned {named!r}",
-            remedy='return self.Parts("blocks", before=["embed"], after=["head"]), with lists of '
-            "names",
+            remedy='return self.Parts("blocks", ["embed"], ["head"]): the blocks, and lists of the '
+            "names before and after them",
         )
     count = len(_container(task, module))
     ends = {-1: named.before, count: named.after}
