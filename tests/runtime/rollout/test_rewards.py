@@ -164,7 +164,7 @@ ESCAPES = {
     "large file": "open('big', 'wb').write(b'0' * (20 << 20))",
 }
 REACHABLE = ("network", "file", "list", "other processes")
-"""What a program does without isolation."""
+"""What isolation alone keeps from a program."""
 
 
 def test_a_program_passes_its_tests_or_gives_the_answer(opened: Any) -> None:
