@@ -27,13 +27,13 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     is as much again as all the rest. Classes of torch.optim bring the compiler too. transformers
     takes seconds.
     """
-    from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+    from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
     from holdfast.config.sections.task import SCRIPT_TASK
     from holdfast.options.registry import effect_modules
 
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
-    if config.task.name == TRANSFORMERS_TASK:
+    if config.task.name in TRANSFORMERS_TASKS:
         needed += ["transformers.modeling_utils"]
     if config.layout.zero_in_memory > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
         needed += ["holdfast.parallel.axes.fsdp", _COMPILER]
