@@ -35,6 +35,10 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
     user = load_user_parts(config)
     if task is not None:
         return OwnTask(task, config, user)
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.task import RolloutTask
+
+        return RolloutTask(config, user)
     if not config.lora.rank:
         return DecoderTask(config, user)
     from holdfast.training.engine.lora_task import (
@@ -47,6 +51,10 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
     """Return a run's batches, and what is wrong with the files of its data. dataset: the location
     of the prepared dataset. Raises UserError."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return RolloutBatches(config), []
     if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
     opened = open_dataset(dataset, config.data)

@@ -70,6 +70,7 @@ class WorkerSpec(JsonMessage):
     """
 
     empty_if_none = frozenset({"topology"})
+    absent_if_default = frozenset({"policies"})
     config: dict[str, Any]
     topology: Topology | None
     generation: int
@@ -91,6 +92,7 @@ class WorkerSpec(JsonMessage):
     skips: Skips | None = None
     retry: Annotated[StepRetry | None, Key("again")] = None
     orders: bool = True  # a worker of an older version takes commands only if this says so
+    policies: str = ""  # folder of this node into which trainers publish their weights
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property

@@ -30,6 +30,7 @@ from holdfast.errors import (
     JumpError,
     NonFiniteError,
     PeerLostError,
+    RewardError,
     ScriptError,
     StateMemoryError,
     UserError,
@@ -127,7 +128,7 @@ def _run_generation(
     except Exception as error:
         if is_device_loss(error):
             raise DeviceStuckError(f"the device has failed: {error}") from error
-        is_final = isinstance(error, ScriptError | StateMemoryError)
+        is_final = isinstance(error, RewardError | ScriptError | StateMemoryError)
         if is_final or (is_fresh and isinstance(error, UserError)):
             raise
         is_halted = commands.is_halted(worker.generation)  # whatever it was woken with

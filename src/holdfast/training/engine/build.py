@@ -167,6 +167,7 @@ def build_engine(
         dealer,
         task.user_parts,
         LossScale(tokens, device, is_dynamic=precision.scales_loss),
+        config.rollout.lag if config.rollout.is_on else 0,
     )
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
