@@ -45,6 +45,14 @@ COLUMNS = {
     TWO_TEXTS: _columns(TWO_TEXTS, "prompt", "completion"),
 }
 """By form of rows. A run file names the column of messages."""
+PROMPT_COLUMNS = Border(
+    "rows of prompts",
+    frozenset(),
+    plain=dict.fromkeys((*_MEDIA, *_STEERING, *_ELSEWHERE), ()),
+    unknown="count",
+    entry="column",
+)
+"""Any other column goes to the rewards by its name."""
 MESSAGE_KEYS = Border(
     "messages",
     frozenset(("role", "content", "weight", "tool_calls")),

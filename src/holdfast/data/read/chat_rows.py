@@ -200,7 +200,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Completion:
-    kinds = [_holds_messages(row.get(key)) for key in ("prompt", "completion")]
+    kinds = [holds_messages(row.get(key)) for key in ("prompt", "completion")]
     if kinds[0] != kinds[1]:
         what = "one of 'prompt' and 'completion' is a list of messages, the other is none"
         raise _refusal(what, where, _FORM_REMEDY)
@@ -213,7 +213,7 @@ def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Co
     return _conversation([*(m | {"weight": 0} for m in map(dict, first)), *then], row, where)
 
 
-def _holds_messages(value: Any) -> bool:
+def holds_messages(value: Any) -> bool:
     """Return True for a list, and for a text of JSON that is a list of messages."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
