@@ -16,7 +16,6 @@ from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.data.stream.batch import Microbatch, fed_hash
 
-
 WAIT_SIGN_S = 0.5
 """Seconds between two calls of `on_wait`."""
 

@@ -59,7 +59,12 @@ class RoleSupervisor:
     """Lives in one event loop."""
 
     def __init__(
-        self, context: RunContext, address: str, lifeline: int, find_leader: Callable[[], str], say: Say
+        self,
+        context: RunContext,
+        address: str,
+        lifeline: int,
+        find_leader: Callable[[], str],
+        say: Say,
     ) -> None:
         """Make a supervisor without processes.
 

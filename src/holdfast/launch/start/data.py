@@ -26,9 +26,9 @@ from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
-from holdfast.launch.start.rollout import plan_rollout
 from holdfast.launch.start.facts import Facts, Screen, resolve, with_planned
 from holdfast.launch.start.machine import checked_layouts, refuse_unfit_machine
+from holdfast.launch.start.rollout import plan_rollout
 from holdfast.machine.hardware import detect_hardware
 from holdfast.rollout.roles.devices import describe_roles
 
@@ -213,10 +213,10 @@ def prepare_run_data(
     loaded, facts = with_layout(loaded, facts)
     task = loaded.config.task
     if dataset is None:
-        use = tuple(describe_passes(loaded.config))
+        passes = tuple(describe_passes(loaded.config))
         if rollout:
-            return loaded, facts, RunData(loaded.config.rollout.version, "", use)
-        return loaded, facts, RunData(task.data, task.folder, use)
+            return loaded, facts, RunData(loaded.config.rollout.version, "", passes)
+        return loaded, facts, RunData(task.data, task.folder, passes)
     if not facts.several:
         refuse_unfit_machine(loaded, facts.hardware)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on

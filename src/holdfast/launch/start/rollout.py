@@ -6,12 +6,7 @@ import hashlib
 from pathlib import Path
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
-from holdfast.data.read.vocabulary import (
-    describe_tokenizer,
-    load_tokenizer,
-    needed_size,
-    tokenizer_file,
-)
+from holdfast.data.read.vocabulary import describe_tokenizer, load_tokenizer, needed_size
 from holdfast.errors import ConfigError, DataError
 from holdfast.rollout.roles.texts import TOKENIZER_PLACE, open_prompts, open_rewards, places_of
 
@@ -39,7 +34,7 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     tokens = describe_tokenizer(load_tokenizer(path), path)
     version = hashlib.blake2b(f"{prompts.version} {judged}".encode(), digest_size=16).hexdigest()
     why = f"{len(prompts):,} prompts"
-    values: PlannedValues = {
+    values: dict[str, tuple[object, str]] = {
         "rollout.version": (version, why),
         "rollout.count": (len(prompts), why),
         "rollout.places": (places, "where the run file names them"),

@@ -64,7 +64,7 @@ class RolloutBatches:
         return self._texts
 
     def attach(self, feed: CompletionFeed, plan: Callable[[int], Sequence[int]]) -> None:
-        """Read completions from a feed. plan: the microbatches of a step that this rank computes."""
+        """Read completions from a feed. plan: this rank's microbatches of a step."""
         self.feed, self._plan = feed, plan
 
     def detach(self) -> None:
@@ -147,8 +147,8 @@ class RolloutBatches:
             inputs[row, :length], blank.documents[row, :length] = tokens[:-1], 0
             if not group.is_filtered and self._counts(group, scored):
                 targets[row, len(ids) - 1 : length] = tokens[len(ids) :]
-        tokens = int((targets != MASKED_TARGET).sum())
-        return Microbatch(inputs, targets, blank.documents, [], tokens)
+        weight = int((targets != MASKED_TARGET).sum())
+        return Microbatch(inputs, targets, blank.documents, [], weight)
 
     @staticmethod
     def _counts(group: DrawnGroup, scored: ScoredCompletion) -> bool:

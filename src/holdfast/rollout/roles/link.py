@@ -62,9 +62,7 @@ def connect_roles(
 
     def open_scorer() -> StandIn:
         texts = batches.texts
-        return Scorer(
-            config, client(), f"{name}, as scorer", node, texts=texts, stands_in=True
-        )
+        return Scorer(config, client(), f"{name}, as scorer", node, texts=texts, stands_in=True)
 
     weights = [entry.weight for entry in config.rollout.rewards]
     link = FeedLink(

@@ -155,7 +155,7 @@ class Done(JsonMessage):
 class WeightsAsk(JsonMessage):
     """A piece of a file of a policy's weights."""
 
-    tag: str
+    policy_tag: str
     policy: int
     part: int
     parts: int

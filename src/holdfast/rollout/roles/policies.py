@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -83,10 +84,8 @@ class Publisher:
             part = self._published.pop(policy)
             path = part_path(self._folder, part)
             path.unlink(missing_ok=True)
-            try:
+            with suppress(OSError):  # another rank's part is there
                 path.parent.rmdir()
-            except OSError:  # another rank's part is there
-                pass
 
     def _publish(self, engine: StepEngine, skips: Skips, policy: int, age: int) -> None:
         topology, rank = engine.groups.topology, engine.groups.rank

@@ -233,7 +233,8 @@ class RolloutQueue:
         self._step = step
         self._entries = {w: e for w, e in self._entries.items() if w.step >= self._oldest}
         needed = {wanted.tag for wanted in self._entries}
-        newest = max((p.policy for each in self._policies.values() for p in each.values()), default=0)
+        known = (part.policy for parts in self._policies.values() for part in parts.values())
+        newest = max(known, default=0)
         self._policies = {
             tag: parts
             for tag, parts in self._policies.items()

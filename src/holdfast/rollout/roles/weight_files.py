@@ -29,9 +29,9 @@ def part_path(folder: Path, part: PolicyPart) -> Path:
 
 def read_piece(folder: Path, asked: WeightsAsk) -> WeightsPiece:
     """Return a piece of a file. Raises ValueError for a name that is none of ours."""
-    if not asked.tag.isalnum() or asked.offset < 0 or asked.length < 1:
+    if not asked.policy_tag.isalnum() or asked.offset < 0 or asked.length < 1:
         raise ValueError("no such piece")
-    part = PolicyPart(asked.policy, asked.tag, asked.part, asked.parts, "")
+    part = PolicyPart(asked.policy, asked.policy_tag, asked.part, asked.parts, "")
     try:
         with part_path(folder, part).open("rb") as file:
             total = os.fstat(file.fileno()).st_size

@@ -18,7 +18,7 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.errors import HoldfastError, UserError
-from holdfast.rollout.decode.decoder import PolicyDecoder
+from holdfast.rollout.decode.policy import PolicyDecoder
 from holdfast.rollout.messages import CompletionKey
 from holdfast.rollout.roles.client import NoQueueError, QueueClient, pause
 from holdfast.rollout.roles.messages import (
