@@ -39,7 +39,7 @@ from holdfast.rollout.roles.messages import (
 )
 from holdfast.rollout.roles.queue import RolloutQueue
 from holdfast.rollout.roles.spec import HostSpec
-from holdfast.rollout.roles.weight_files import node_folder, read_piece
+from holdfast.rollout.roles.weight_files import node_folder, read_piece, remove_leftovers
 from holdfast.wire.child_command import module_command
 from holdfast.wire.http.server import Handler
 
@@ -97,6 +97,7 @@ class RoleSupervisor:
     def start(self) -> None:
         """Start the host of a run that generates its data."""
         if self._is_on and self._task is None:
+            remove_leftovers(self.folder)
             self._task = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:

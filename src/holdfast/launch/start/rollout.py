@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
@@ -13,6 +14,8 @@ from holdfast.rollout.roles.texts import TOKENIZER_PLACE, open_prompts, open_rew
 
 def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     """Read the prompts, try the rewards, and return the planned keys. Raises UserError."""
+    folder = os.path.abspath(loaded.config.task.folder or loaded.base or ".")
+    loaded = loaded.with_values({"task.folder": (folder, "the run file's folder")})
     config = loaded.config
     prompts = open_prompts(config)
     rollout, length = config.rollout, config.data.sequence_length
@@ -35,6 +38,7 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     version = hashlib.blake2b(f"{prompts.version} {judged}".encode(), digest_size=16).hexdigest()
     why = f"{len(prompts):,} prompts"
     values: dict[str, tuple[object, str]] = {
+        "task.folder": (folder, "the run file's folder"),
         "rollout.version": (version, why),
         "rollout.count": (len(prompts), why),
         "rollout.places": (places, "where the run file names them"),

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -175,10 +174,3 @@ def remove_other_policies(folder: Path, needed: Iterable[PolicyPart]) -> None:
     for each in folder.iterdir():
         if each.is_dir() and each not in keep:
             shutil.rmtree(each, ignore_errors=True)
-
-
-def own_folder() -> Path:
-    """Make a folder for the policies of an actor that shares none with trainers."""
-    memory = Path("/dev/shm")
-    base = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="holdfast-policies-", dir=base))

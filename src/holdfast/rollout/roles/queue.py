@@ -105,6 +105,8 @@ class RolloutQueue:
             if not found and report.wait:
                 await self._wait(report.wait, lambda: bool(self._find_work(report)))
                 found = self._find_work(report)
+            if self._roles.get(report.name) is not role:  # it exited while its question was open
+                return RoleOrders(self.name, self._oldest)
             role.seen_at = self._clock()
             return self._lease(report, role, found)
         return RoleOrders(self.name, self._oldest)

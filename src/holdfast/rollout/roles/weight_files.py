@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from holdfast.rollout.roles.messages import PolicyPart, WeightsAsk, WeightsPiece
@@ -13,10 +16,32 @@ _MEMORY = Path("/dev/shm")
 
 def node_folder(run_folder: Path, node: str, pid: int) -> Path:
     """Return the folder of an agent's node: in memory if there is a place for files there."""
-    name = f"holdfast-{run_folder.name}-{node}-{pid}"
-    if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK):
-        return _MEMORY / name
-    return run_folder / "policies" / name
+    run = hashlib.blake2b(str(run_folder.absolute()).encode(), digest_size=6).hexdigest()
+    name = f"holdfast-{run}-{node}-{pid}"
+    return _memory(run_folder / "policies") / name
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the folders that killed processes have left next to this one: the same name but for
+    the process id."""
+    prefix, _, own = folder.name.rpartition("-")
+    for each in folder.parent.glob(f"{prefix}-*"):
+        pid = each.name.rpartition("-")[2]
+        if pid != own and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def own_folder(pid: int) -> Path:
+    """Make a folder for the policies of an actor that shares none with trainers."""
+    folder = _memory(Path(tempfile.gettempdir())) / f"holdfast-policies-{pid}"
+    remove_leftovers(folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _memory(otherwise: Path) -> Path:
+    """Return a place for files in memory, if there is one."""
+    return _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else otherwise
 
 
 def policy_folder(folder: Path, part: PolicyPart) -> Path:

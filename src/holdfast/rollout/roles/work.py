@@ -7,6 +7,7 @@ they are handed in again.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -34,11 +35,11 @@ from holdfast.rollout.roles.messages import (
 from holdfast.rollout.roles.policies import (
     fetch_policy,
     has_policy,
-    own_folder,
     read_policy,
     remove_other_policies,
 )
 from holdfast.rollout.roles.texts import Texts, open_rewards
+from holdfast.rollout.roles.weight_files import own_folder
 from holdfast.training.engine.precision import Precision
 
 Result = TypeVar("Result", Made, Scored)
@@ -169,7 +170,7 @@ class Actor(RoleWork[Made]):
     ) -> None:
         """folder: where the trainers of this node publish; None: there are none."""
         self._texts, self._device, self._slots = texts, device, slots
-        self._shared, self._own = folder, None if folder is not None else own_folder()
+        self._shared, self._own = folder, None if folder is not None else own_folder(os.getpid())
         self._decoder: PolicyDecoder | None = None
         self._tag = ""  # of the policy that the decoder has
         self._places: dict[str, list[PolicyPart]] = {}
@@ -243,7 +244,7 @@ class Actor(RoleWork[Made]):
             raise NoQueueError("the queue names no place of the policy")
         folder = self._shared
         if folder is None or not has_policy(folder, parts):
-            folder = self._own = self._own or own_folder()
+            folder = self._own = self._own or own_folder(os.getpid())
             remove_other_policies(folder, parts)
             fetch_policy(folder, parts, self._client.fetch)
         try:
