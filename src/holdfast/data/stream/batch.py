@@ -22,7 +22,8 @@ its gradient are exactly zero, whatever it would have done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ Streams = tuple[TokenStream, ...]
 Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
 
 MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
+NO_SIDE: Mapping[str, NDArray[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Microbatch:
     inputs, targets: int64 [B, S]; with `data.chat.weights` targets have their weights
     (`core.data.target_weights`). documents: int32 [B, S], numbered from 0 in each sample, or
     None if attention does not stop at documents. tokens: targets that carry loss, or the sum of
-    their weights. entries: ledger entries as in `events.BatchFed`.
+    their weights; with an objective what that counts. entries: ledger entries as in
+    `events.BatchFed`. side: more tensors [B, S] of an objective, aligned with targets, by name.
     """
 
     inputs: NDArray[np.int64]
@@ -63,6 +66,7 @@ class Microbatch:
     documents: NDArray[np.int32] | None
     entries: list[dict[str, Any]]
     tokens: float
+    side: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,10 +158,10 @@ class Batches:
             "source": name,
             "start": start,
             "stop": stop,
-            "hash": fed_hash(batch.inputs, batch.targets),
+            "hash": fed_hash(batch.inputs, batch.targets, batch.side),
             "skipped": why,
         }
-        return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
+        return replace(batch, entries=[entry])
 
     def blank_microbatch(self, samples: int) -> Microbatch:
         """Return the replacement of skipped samples: end tokens, of which none is a target."""
@@ -175,7 +179,7 @@ class Batches:
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
         batch = self.read_samples(start, stop)
-        return fed_hash(batch.inputs, batch.targets)
+        return fed_hash(batch.inputs, batch.targets, batch.side)
 
     def read_samples(self, start: int, stop: int) -> Microbatch:
         """The samples at positions [start, stop), whatever step they belong to; no ledger."""
@@ -306,8 +310,17 @@ def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
     return out
 
 
-def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
-    """xxh3-64 of the tokens as fed: inputs, then targets, int64 little-endian, row by row."""
+def fed_hash(
+    inputs: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    side: Mapping[str, NDArray[Any]] = NO_SIDE,
+) -> str:
+    """xxh3-64 of the tokens as fed: inputs, then targets, int64 little-endian, row by row. Then
+    each side tensor by its name: the name, and its bytes, little-endian."""
     state = xxh3_64(np.ascontiguousarray(inputs, dtype="<i8").data)
     state.update(np.ascontiguousarray(targets, dtype="<i8").data)
+    for name in sorted(side):
+        array = side[name]
+        state.update(name.encode())
+        state.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data)
     return state.hexdigest()
