@@ -173,7 +173,12 @@ class RunConfig(Section):
 
     def _broken_objective_rules(self) -> Iterator[str]:
         """Those of a run with another objective than the next token."""
-        kind = self.objective.kind
+        kind, needed = self.objective.kind, self.objective.score_head
+        if self.has_decoder and self.model.score_head != needed:
+            yield (
+                f"model.score_head {self.model.score_head} does not fit objective.kind {kind}: "
+                f"use model.score_head: {needed}"
+            )
         if self.objective.is_next_token:
             return
         if self.task.name:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
+from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.context import ContextParallel, TokenShare
@@ -163,31 +164,57 @@ class NextTokenObjective(nn.Module):
         The objective's gradient with respect to the log-probabilities is what each target counts
         in a second pass of the head."""
         assert documents is not None, "the run file's rules ask for documents"
-        ids = targets.flatten()
-        with torch.no_grad():
-            losses = linear_losses(
-                hidden.flatten(0, 1),
-                self.decoder.head_weight,
-                ids,
-                self._chunk,
-                **self._head_keywords(),
-            )
-        logps = -losses.view_as(targets)
-        missing = objective.needs - side.keys()  # of a microbatch that is skipped
-        given = {**side, **{name: torch.zeros_like(logps) for name in missing}}
         is_trained = torch.is_grad_enabled() and hidden.requires_grad
+        has_words = self.decoder.config.has_language_head
+        logps = torch.zeros_like(targets, dtype=_wide_dtype(hidden.dtype))
+        if has_words:
+            logps = self._log_probabilities(hidden, targets)
+        values = self._values(hidden)
+        given, missing = dict(side), objective.needs - side.keys()
+        given |= {name: torch.zeros_like(logps) for name in missing}  # if it is skipped
+        leaves = [logps] * has_words
+        if values is not None:
+            given["values"] = values.detach()
+            leaves.append(given["values"])
+        for leaf in leaves:
+            leaf.requires_grad_(is_trained)
         with torch.set_grad_enabled(is_trained):
-            found = objective(logps.requires_grad_(is_trained), targets, documents, given)
+            found = objective(logps, targets, documents, given)
         words = [found.total.detach()]
         for name in objective.names:
             words += [word.detach().double() for word in found.sums[name]]
         said = torch.stack(words)
         if not is_trained:
             return said
-        (slope,) = torch.autograd.grad(found.total, [logps])
-        carrier = self._cross_entropy(hidden, ids, -slope.flatten())
+        slopes = list(torch.autograd.grad(found.total, leaves, materialize_grads=True))
+        carrier = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if has_words:
+            carrier = self._cross_entropy(hidden, targets.flatten(), -slopes.pop(0).flatten())
+        if values is not None:
+            carrier = carrier + (values * slopes.pop()).sum(dtype=torch.float64)
         out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
         return out
+
+    @torch.no_grad()
+    def _log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """hidden: [B, S, D], targets: [B, S] -> [B, S]"""
+        rows = hidden.flatten(0, 1), self.decoder.head_weight, targets.flatten()
+        losses = linear_losses(*rows, self._chunk, **self._head_keywords())
+        return -losses.view_as(targets)
+
+    def _values(self, hidden: Tensor) -> Tensor | None:
+        """The score head's output, in at least float32; None without one. Each tp rank has some
+        columns of the head, and gives a summand of the gradient of `hidden`.
+        [B, S, D] -> [B, S]"""
+        score = self.decoder.score
+        if score is None:
+            return None
+        if self.tensor is None:
+            return F.linear(hidden, score.weight)[..., 0].to(_wide_dtype(hidden.dtype))
+        collectives = self.tensor.collectives
+        first, size = tp_part(hidden.shape[-1], collectives.size, collectives.rank)
+        part = F.linear(hidden.narrow(-1, first, size), score.weight)[..., 0]
+        return collectives.reduce(part.to(_wide_dtype(hidden.dtype)))
 
     def run_compiled_loss(self, targets: Tensor, dtype: torch.dtype) -> None:
         """Run the loss and its gradient once for each length of chunk, as `forward` does for
