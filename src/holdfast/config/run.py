@@ -153,6 +153,12 @@ class RunConfig(Section):
                 f"{rollout.samples} does not divide it: use "
                 f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
             )
+        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+            yield (
+                f"rollout.temperature {rollout.temperature} divides logits that "
+                "model.logit_softcap has limited, which a trainer cannot do: use "
+                "rollout.temperature 1"
+            )
         if rollout.max_tokens >= self.data.sequence_length:
             yield (
                 f"rollout.max_tokens {rollout.max_tokens} leaves no room for a prompt in "

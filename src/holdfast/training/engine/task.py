@@ -187,6 +187,8 @@ class DecoderTask:
                 make_objective(config.objective, _combiner(groups)),
             )
         decoder = objective.decoder
+        if config.rollout.is_on:  # at 0 a completion's log-probabilities are those at 1
+            objective.temperature = config.rollout.temperature or 1.0
         blocks = replica.blocks(place.pp)
         if blocks is not None:
             keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
