@@ -161,6 +161,33 @@ def answers(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "samples"), [("speech", 27), ("images", 24)])
+def test_speech_and_images(examples: Path, kind: str, samples: int) -> None:
+    """The export's logits are those of the checkpoint's parameters."""
+    pytest.importorskip("PIL" if kind == "images" else "transformers")
+    said = run("examples/speech_and_images/run.py", kind, folder=examples.parent)
+    assert_killed_and_equal(said)
+    right, of = re.findall(r"is right about (\d+) of (\d+) samples", said)[0]
+    assert int(of) == samples
+    assert int(right) > 0.8 * samples
+    import transformers
+
+    from holdfast.tasks import families
+
+    runs, data = examples.parent / "runs", examples.parent / "datasets" / kind
+    task_class = families.Speech if kind == "speech" else families.VisionLanguage
+    task = task_class(str(data / "model"), str(data / "validation"))
+    parameters = holdfast.open_checkpoint(runs / f"{kind}-undisturbed").parameters()
+    ours = task.with_values({name: torch.as_tensor(p) for name, p in parameters.items()}).eval()
+    theirs = getattr(transformers, task.auto).from_pretrained(runs / f"{kind}-exported")
+    samples_of = task.data()
+    batch = dict(task.collate([samples_of[index] for index in range(4)]))
+    del batch["labels"]
+    with torch.no_grad():
+        assert torch.equal(ours(**batch).logits, theirs(**batch).logits)
+
+
+@pytest.mark.slow
 def test_digits(examples: Path) -> None:
     pytest.importorskip("sklearn")
     said = run("examples/digits/run.py", folder=examples.parent)

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from holdfast.config.huggingface.convert import explain_no_architecture
-from holdfast.config.sections.base import InPlace, Never, Section
+from holdfast.config.sections.base import Branch, InPlace, Never, Section
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.config.sections.data import DataConfig
@@ -26,6 +26,7 @@ from holdfast.config.sections.logging import LoggingConfig
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.run_place import is_bucket, local_run_folder
@@ -52,6 +53,7 @@ class RunConfig(Section):
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
     lora: Never[LoraConfig] = LoraConfig()
+    objective: Branch[ObjectiveConfig] = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
     plan: InPlace[PlanConfig] = PlanConfig()
@@ -117,6 +119,7 @@ class RunConfig(Section):
                 "cluster.loss_jumps: roll_back does a step again in the same processes: "
                 "use cluster.recovery: live, or loss_jumps: ignore"
             )
+        yield from self._broken_objective_rules()
         if self.train.memory.parameters != DEVICE and not self.layout.cuts_parameters:
             yield (
                 f"train.memory.parameters {self.train.memory.parameters} moves shards, and only "
@@ -128,6 +131,43 @@ class RunConfig(Section):
                 f"data.sequence_length {self.data.sequence_length} is longer than "
                 f"model.max_position {self.model.max_position}: "
                 f"use {self.model.max_position} or less"
+            )
+
+    def _broken_objective_rules(self) -> Iterator[str]:
+        """Those of a run with another objective than the next token."""
+        kind = self.objective.kind
+        if self.objective.is_next_token:
+            return
+        if self.task.name:
+            yield (
+                f"objective.kind {kind} trains the built-in decoder, and {self.task.label} has a "
+                "loss of its own: use objective.kind: next_token, or no task"
+            )
+        if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
+            yield (
+                f"objective.kind {kind} needs complete rows, and layout.cp cuts them: use "
+                "layout.cp 1, and tp or pp"
+            )
+        if self.data.attention != "document":
+            yield (
+                f"objective.kind {kind} has several rows in a sample, which must not see each "
+                "other: use data.attention: document"
+            )
+        if self.objective.reference.model and self.lora.rank:
+            yield (
+                "with adapters the base is the reference, and objective.reference.model names "
+                "another: use lora.rank 0, or remove objective.reference.model"
+            )
+        if self.data.chat.weights:
+            yield (
+                f"objective.kind {kind} gives each target a weight of its own: use "
+                "data.chat.weights: false"
+            )
+        experts = self.model.experts
+        if experts is not None and experts.has_loss:
+            yield (
+                f"objective.kind {kind} divides by {self.objective.facts.unit}, and the losses of "
+                "model.experts are of tokens: use balance_loss 0 and z_loss 0"
             )
 
     @property

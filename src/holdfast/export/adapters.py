@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.restore.reader import Checkpoint
-from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
 from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
 from holdfast.core.sharding.parameters import decoder_parameters
@@ -75,7 +75,7 @@ def write_peft_folder(to: Path, run: Run, checkpoint: Checkpoint) -> None:
     from holdfast.model.peft_folder import write_adapter, write_module_adapter
 
     task, lora = run.config.task, run.config.lora
-    if task.name != TRANSFORMERS_TASK:
+    if task.name not in TRANSFORMERS_TASKS:
         refuse_task(task, "an export for PEFT")
     if not lora.rank:
         raise ConfigError(

@@ -17,7 +17,7 @@ from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
 from holdfast.config.huggingface.folder import end_ids
-from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK, TRANSFORMERS_TASKS
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.boxes import Box
@@ -216,10 +216,10 @@ def write_folder(
     chat_template = template if tokenizer is not None and template.is_file() else None
     cast = None if dtype is None else getattr(torch, dtype)
     weights = run_weights(run, checkpoint)
-    if _is_of_transformers(run):
-        from holdfast.tasks.transformers.huggingface_export import export_causal_lm
+    if run.config.task.name in TRANSFORMERS_TASKS:
+        from holdfast.tasks.transformers.huggingface_export import export_folder_model
 
-        export_causal_lm(
+        export_folder_model(
             to,
             run.config.task,
             weights.names,
@@ -268,13 +268,13 @@ class Sampling:
     seed: int = 0
 
 
-def _is_of_transformers(run: Run) -> bool:
+def _is_causal_lm(run: Run) -> bool:
     return run.config.task.name == TRANSFORMERS_TASK
 
 
 def _open_model(run: Run, checkpoint: Checkpoint) -> Decoder | OpenSession:
     """What `generate` continues a text with."""
-    if not _is_of_transformers(run):
+    if not _is_causal_lm(run):
         return load_decoder(run, checkpoint)
     from holdfast.export.adapters import run_weights
     from holdfast.tasks.transformers.huggingface_export import open_causal_lm
@@ -306,7 +306,7 @@ def continuations(
 ) -> list[str]:
     """Return the model's text after each prompt, up to the end of the document. chat: a prompt is
     a user's message, and the text is the reply."""
-    if not _is_of_transformers(run):
+    if not _is_causal_lm(run):
         refuse_task(run.config.task, "generating text")
     path = run.dataset_files / "tokenizer.json"
     if not path.is_file():

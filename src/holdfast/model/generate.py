@@ -105,11 +105,7 @@ def generate(
     drawn one, generation ends. Raises UserError if the text would outgrow the model's positions or
     a setting is out of range.
     """
-    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
-        raise UserError(
-            f"temperature {temperature} with top_p {top_p} cannot be sampled from",
-            remedy="use a temperature of at least 0 and a top_p above 0 and at most 1",
-        )
+    refuse_sampling(temperature, top_p)
     if tokens.shape[1] == 0:
         raise UserError("the prompt is empty", remedy="give at least one token of text")
     open_session = partial(DecodingSession, model) if isinstance(model, Decoder) else model
@@ -132,6 +128,15 @@ def generate(
     return torch.cat(text, dim=1)
 
 
+def refuse_sampling(temperature: float, top_p: float) -> None:
+    """Raises UserError for settings that are out of range."""
+    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
+        raise UserError(
+            f"temperature {temperature} with top_p {top_p} cannot be sampled from",
+            remedy="use a temperature of at least 0 and a top_p above 0 and at most 1",
+        )
+
+
 def sample(logits: Tensor, temperature: float, top_p: float, seed: int) -> Tensor:
     """One token per row.  logits: [B, V] -> [B]"""
     if temperature == 0:
@@ -146,3 +151,9 @@ def sample(logits: Tensor, temperature: float, top_p: float, seed: int) -> Tenso
         probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
+
+
+def log_probability(logits: Tensor, token: int, temperature: float) -> Tensor:
+    """Natural log of a token's probability at a temperature, without top_p; at temperature 1 where
+    it is 0.  logits: [1, V] -> scalar, float32 on the CPU"""
+    return (logits.float().cpu() / (temperature or 1.0)).log_softmax(dim=-1)[0, token]

@@ -59,7 +59,7 @@ def describe_task(config: RunConfig, task: Task) -> dict[str, Any]:
     probe_parts(task, config)
     found["blocks"], found["positions"] = count, list(positions)
     found["train"] = task.planned_values() if isinstance(task, Script) else {}
-    found["notes"] = task.run.notes if isinstance(task, Script) else []
+    found["notes"] = task.run.notes if isinstance(task, Script) else [*task.start_notes()]
     if not lora.rank:
         return found
     frozen = frozen_values(task, first_values(task, config.seed))

@@ -46,6 +46,12 @@ LATER_KEYS = frozenset(
         "": ("branch_of",),
         "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
         "lora": ("adapter_checksum", "alpha", "base_checksum", "dropout", "rank", "targets"),
+        "objective": (
+            *("kind", "beta", "loss_type", "label_smoothing", "discopop_tau", "simpo_gamma"),
+            *("cpo_alpha", "desirable_weight", "undesirable_weight"),
+            "center_rewards_coefficient",
+        ),
+        "objective.reference": ("checksum", "key"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.huggingface.convert import shape_differences
-from holdfast.config.huggingface.folder import TOKENIZER, read_folder_model
+from holdfast.config.huggingface.folder import CONFIG, TOKENIZER, read_folder_model
 from holdfast.config.loading.paths import expand_path, join_base
 from holdfast.config.loading.yaml_tree import is_plain
 from holdfast.config.run import RunConfig
@@ -31,6 +31,10 @@ CODE_KEY = "model.code"
 WEIGHTS_KEY = "model.weights"
 TRANSFORMERS = "transformers"
 TRANSFORMERS_TASK = "holdfast.tasks.huggingface:CausalLM"
+SPEECH_TASK = "holdfast.tasks.families:Speech"
+VISION_TASK = "holdfast.tasks.families:VisionLanguage"
+TRANSFORMERS_TASKS = (TRANSFORMERS_TASK, SPEECH_TASK, VISION_TASK)
+_SHARD_ARGUMENTS = ("shards", "validation")
 MEANING = (
     "folder in Hugging Face form: gives every other key of `model`, the tokenizer, and the weights "
     "that the run begins with"
@@ -81,7 +85,7 @@ def expand(
         )
     has_weights = _takes_weights(own)
     if code is not None:
-        return _as_task({**data, "model": own}, given, path, has_weights)
+        return _as_task({**data, "model": own}, given, path, base, has_weights)
     model = read_folder_model(path)
     if own.get("vocab_size") == 0:
         del own["vocab_size"]
@@ -119,11 +123,11 @@ def _takes_weights(own: dict[str, Any]) -> bool:
 
 
 def _as_task(
-    data: dict[str, Any], given: Mapping[str, Any], path: Path, has_weights: bool
+    data: dict[str, Any], given: Mapping[str, Any], path: Path, base: str, has_weights: bool
 ) -> tuple[dict[str, Any], ModelFolder]:
     """The run file's values with the folder's model as the task. Raises ConfigError."""
     task = data.get("task") or {}
-    if not isinstance(task, dict) or task.get("name") not in (None, "", TRANSFORMERS_TASK):
+    if not isinstance(task, dict) or task.get("name") not in (None, "", *TRANSFORMERS_TASKS):
         raise ConfigError(
             f"task and {CODE_KEY} both say what is trained", remedy="use one of the two"
         )
@@ -133,10 +137,26 @@ def _as_task(
         )
     chosen = {} if has_weights else {"pretrained": False}
     args = {**chosen, **(task.get("args") or {}), "folder": os.path.abspath(path)}
+    for key in _SHARD_ARGUMENTS:
+        if args.get(key):
+            args[key] = os.path.abspath(folder_at(f"task.args.{key}", args[key], base))
+    name = task.get("name") or (_shard_task(path) if "shards" in args else TRANSFORMERS_TASK)
     out = {key: value for key, value in data.items() if key != "model"}
-    out["task"] = {**task, "name": TRANSFORMERS_TASK, "args": args}
+    out["task"] = {**task, "name": name, "args": args}
+    if name != TRANSFORMERS_TASK:
+        return out, ModelFolder(path, None, ("task.name", "task.args.folder"))
     taken = _take_tokenizer(out, given, path / TOKENIZER)
     return out, ModelFolder(path, None, ("task.name", "task.args.folder", *taken))
+
+
+def _shard_task(folder: Path) -> str:
+    """The task that reads shards for a folder's model: of images if its config has a part for
+    them, otherwise of sound. A file that cannot be read is refused later."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return SPEECH_TASK
+    return VISION_TASK if isinstance(config, dict) and config.get("vision_config") else SPEECH_TASK
 
 
 TOKENIZER_KEY = "data.tokenizer.path"

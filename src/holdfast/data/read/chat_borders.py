@@ -53,6 +53,14 @@ COLUMNS = {
     TEXTS["unpaired_preference"]: _columns(TEXTS["unpaired_preference"], *_RATED),
 }
 """By form of rows. A run file names the column of messages."""
+PROMPT_COLUMNS = Border(
+    "rows of prompts",
+    frozenset(),
+    plain=dict.fromkeys((*_MEDIA, *_STEERING, *_ELSEWHERE), ()),
+    unknown="count",
+    entry="column",
+)
+"""Any other column goes to the rewards by its name."""
 MESSAGE_KEYS = Border(
     "messages",
     frozenset(("role", "content", "weight", "tool_calls")),

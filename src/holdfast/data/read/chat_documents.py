@@ -171,7 +171,7 @@ class ChatReader:
     def _document(self, found: Conversation | Completion, where: str) -> ChatDocument | str:
         """The document, or the reason why the row is left out."""
         special = self._format.special
-        if any(token in text for text in _texts(vars(found)) for token in special):
+        if any(token in text for text in texts_of(vars(found)) for token in special):
             return SPELLS_TOKEN
         if isinstance(found, Conversation):
             return self._conversation(found, where)
@@ -179,6 +179,27 @@ class ChatReader:
             return EMPTY_REPLY
         text = found.prompt + found.completion
         return ChatDocument(text, ((len(found.prompt), len(text)),), True)
+
+    def read_prompt(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the text of a row's messages, up to where the model begins its reply. Raises
+        DataError for a row or a template that does not fit."""
+        found = _cleaned(FORMS["messages"].read(row, self._field, where), where)
+        assert isinstance(found, Conversation)
+        template = self._template(found)
+        if template is None:
+            raise _no_template(where)
+        TEMPLATE_KWARGS.check(found.kwargs, where, DataError, f"take it out of {KWARGS}")
+        if unread := [name for name in found.kwargs if name not in template.variables]:
+            remedy = f"take it out of {KWARGS}"
+            raise DataError(f"the template does not read {unread[0]}", where=where, remedy=remedy)
+        read = {*template.variables} - {self._field, "messages", "tools", "documents"}
+        if names := [name for name in row if name in read]:
+            what = f"the template reads {names[0]}, and a column of that name is not given to it"
+            raise DataError(what, where=where, remedy=f"put it into {KWARGS}, or rename it")
+        named = {*self._format.train_on, *template.spelt}
+        for place, message in enumerate(found.messages):
+            refuse_role(message["role"], place, named, where)
+        return _Spans(template, found, self._format, where).prompt(self._used)
 
     def _template(self, found: Conversation) -> ChatTemplate | None:
         text = (self._format.tool_template if found.tools else "") or self._format.template
@@ -219,11 +240,7 @@ class ChatReader:
                 remedy="use 1, or 0 for one without loss, or set data.chat.weights=true",
             )
         if template is None:
-            raise DataError(
-                "the row has messages, and the tokenizer's folder has no chat template",
-                where=where,
-                remedy=NAME_THE_TEMPLATE,
-            )
+            raise _no_template(where)
         spans = _Spans(template, found, format, where)
         marked = template.marks_replies and format.train_on == (REPLY,)
         document = spans.marked(trained) if marked else spans.derived(trained)
@@ -233,6 +250,11 @@ class ChatReader:
         if format.tool_template:
             self._notes.add(TEMPLATE, "tool_use" if found.tools else "default", where)
         return replace(document, weights=weights) if max(weights) > 1 else document
+
+
+def _no_template(where: str) -> DataError:
+    what = "the row has messages, and the tokenizer's folder has no chat template"
+    return DataError(what, where=where, remedy=NAME_THE_TEMPLATE)
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
@@ -256,9 +278,30 @@ class _Spans:
         self, messages: Sequence[Mapping[str, Any]], begins_reply: bool = False
     ) -> Rendered:
         row, asked = self._row, self._template.asks_null
-        given = [{**m, **dict.fromkeys(asked & {*row.nulls[i]})} for i, m in enumerate(messages)]
+        nulls = (row.nulls.get(i, ()) for i in range(len(messages)))
+        pairs = zip(messages, nulls, strict=True)
+        given = [{**m, **dict.fromkeys(asked & {*keys})} for m, keys in pairs]
         more = {"tools": row.tools, "documents": row.documents, **row.kwargs}
         return self._template.render(given, self._where, begins_reply=begins_reply, **more)
+
+    def prompt(self, used: set[tuple[str, str]]) -> str:
+        """The text up to where the reply begins. used: as for `unread_keys`."""
+        if not self._messages or self._messages[-1]["role"] == REPLY:
+            what = "ends with a reply" if self._messages else "has no message"
+            raise self._refusal(f"the prompt {what}", "leave the last reply out of the prompt")
+        self.require_prompts()
+        if unread := next(self.unread_keys(used), None):
+            raise self._refusal(f"the template does not read {unread}", "take it out of the row")
+        text, reply = self._render(self._messages, True).text, "0a7"
+        answered = self._render([*self._messages, {"role": REPLY, "content": reply}]).text
+        header = answered[len(text) :].partition(reply)[0]
+        if answered.startswith(text) and header.strip():
+            raise self._refusal(
+                f"the template does not begin a reply when add_generation_prompt is true: "
+                f"{header[:SHOWN]!r} is missing",
+                OWN_TEMPLATE,
+            )
+        return text
 
     def require_prompts(self) -> None:
         """Raises DataError for a text of the row that the template leaves out: of a message, a
@@ -267,7 +310,7 @@ class _Spans:
             for text in _tool_texts(tool):
                 self._require(text, f"the tool {_name(tool)!r} of the row, or a part of it")
         for number, document in enumerate(self._row.documents or (), start=1):
-            for text in _texts(document):
+            for text in texts_of(document):
                 self._require(text, f"document {number} of the row, or a part of it")
         for place, message in enumerate(self._messages):
             content, role = message["content"], message["role"]
@@ -399,7 +442,7 @@ class _Spans:
         name, arguments, bare = function["name"], function.get("arguments"), _without_spaces(part)
         self._require(name, f"the call of {name!r} in message {place + 1}", bare)
         given = arguments if isinstance(arguments, Mapping) else {}
-        for text in (*given, *_texts(given)):
+        for text in (*given, *texts_of(given)):
             self._require(text, f"an argument of {name!r} in message {place + 1}", bare)
         wrong, how, other = str(arguments), "in Python's form", "a text of JSON"
         if isinstance(arguments, str):
@@ -486,10 +529,10 @@ def _clean(value: Any, where: str) -> Any:
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
     """Every text of a row or of a part of it."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
+            yield from texts_of(inner)

@@ -6,8 +6,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ class BatchSource(Protocol):
 @dataclass(frozen=True)
 class TensorMicrobatch:
     """A Microbatch on a device. inputs, targets: int64 [B, S]; documents: int32 [B, S] or None.
-    key: seed of the random numbers of its forward pass, if there are any."""
+    key: seed of the random numbers of its forward pass, if there are any. side: [B, S] each."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -34,6 +34,7 @@ class TensorMicrobatch:
     entries: list[dict[str, Any]]
     tokens: float
     key: int | None = None
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LoadedMicrobatch(Protocol):
@@ -170,8 +171,8 @@ class StepLoader(ABC, Generic[M]):
 
 
 class Loader(StepLoader[TensorMicrobatch]):
-    """Reads a token dataset ahead. seed: of the microbatches' keys; None: they have none.
-    keywords: see `StepLoader`."""
+    """Reads a token dataset ahead. seed: of the microbatches' keys; None: they have none. weigh:
+    counts what a microbatch weighs; None: it says so. keywords: see `StepLoader`."""
 
     def __init__(
         self,
@@ -179,9 +180,10 @@ class Loader(StepLoader[TensorMicrobatch]):
         plan: Callable[[int], Sequence[int]],
         *,
         seed: int | None = None,
+        weigh: Callable[[Microbatch], float] | None = None,
         **keywords: Any,
     ) -> None:
-        self._batches, self._seed = batches, seed
+        self._batches, self._seed, self._weigh = batches, seed, weigh
         super().__init__(plan, **keywords)
 
     def _load(self, step: int, index: int) -> TensorMicrobatch:
@@ -189,16 +191,19 @@ class Loader(StepLoader[TensorMicrobatch]):
         read = self._batches.microbatch(step, index, self._part, self._parts)
         inputs, targets = torch.from_numpy(read.inputs), torch.from_numpy(read.targets)
         documents = None if read.documents is None else torch.from_numpy(read.documents)
+        side = {name: torch.from_numpy(rows) for name, rows in read.side.items()}
         if device_kind(self._device.type).pins_batches:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
             documents = None if documents is None else documents.pin_memory()
-        key = None
+            side = {name: rows.pin_memory() for name, rows in side.items()}
+        key, tokens = None, read.tokens if self._weigh is None else self._weigh(read)
         if self._seed is not None:
             key = key_seed(self._seed, "forward", step, index, self._part, self._parts)
-        return TensorMicrobatch(inputs, targets, documents, read.entries, read.tokens, key)
+        return TensorMicrobatch(inputs, targets, documents, read.entries, tokens, key, side)
 
     def _to_device(self, host: TensorMicrobatch) -> TensorMicrobatch:
-        digest = fed_hash(host.inputs.numpy(), host.targets.numpy())
+        side = {name: rows.numpy() for name, rows in host.side.items()}
+        digest = fed_hash(host.inputs.numpy(), host.targets.numpy(), side)
         entries = [{**entry, "hash": digest} for entry in host.entries]
         if self._device.type == "cpu":
             return replace(host, entries=entries)
@@ -208,4 +213,5 @@ class Loader(StepLoader[TensorMicrobatch]):
             targets=self._move(host.targets),
             documents=None if host.documents is None else self._move(host.documents),
             entries=entries,
+            side={name: self._move(rows) for name, rows in host.side.items()},
         )

@@ -3,10 +3,10 @@
 They lie next to the dataset, in a folder whose name says what they follow from:
 
     reference/<key>/piece-00000       samples of one source and split, float32 [samples, S]
-    reference/<key>/reference.json    written last: what the name means, and the digest of all pieces
+    reference/<key>/reference.json    written last: what the name means, and a digest of the pieces
 
-Each piece begins with a line of JSON that has its checksum (`unit_tasks.write_result`). So a piece is
-complete or absent, and a run that was killed computes the rest. Bits differ between devices and
+Each piece begins with a line of JSON that has its checksum (`unit_tasks.write_result`). So a piece
+is complete or absent, and a run that was killed computes the rest. Bits differ between devices and
 numbers of threads, so the stored bits are what counts: a run never computes them a second time
 while they are there.
 """
@@ -29,6 +29,7 @@ from xxhash import xxh3_128
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.files import canonical_json, write_atomic
 from holdfast.data.stages.unit_tasks import read_result, write_result
+from holdfast.data.stream.dataset import Dataset
 from holdfast.errors import CorruptError, DataError
 
 FOLDER, MANIFEST = "reference", "reference.json"
@@ -65,6 +66,10 @@ class ReferencePiece:
     source: int
     start: int
     stop: int
+
+
+def reference_folder(dataset: Dataset, key: str) -> Path:
+    return dataset.folder / FOLDER / key
 
 
 def cut_pieces(sizes: dict[str, Sequence[int]], length: int) -> list[ReferencePiece]:
@@ -123,22 +128,22 @@ class ReferenceStore:
 
     def read(self, number: int) -> NDArray[np.float32]:
         """[samples, S], mapped."""
-        found = self._mapped.get(number)
-        if found is None:
-            path, piece = self.path(number), self.pieces[number]
-            try:
-                with path.open("rb") as file:
-                    at = len(file.readline())
-                shape = piece.stop - piece.start, self.length
-                found = np.memmap(path, dtype="<f4", mode="r", offset=at, shape=shape)
-            except (OSError, ValueError) as error:
-                raise DataError(
-                    f"reference log-probabilities cannot be read: {error}",
-                    where=str(path),
-                    remedy=REMEDY,
-                ) from None
-            self._mapped[number] = found
-        return found
+        if (found := self._mapped.get(number)) is not None:
+            return found
+        path, piece = self.path(number), self.pieces[number]
+        try:
+            with path.open("rb") as file:
+                at = len(file.readline())
+            shape = piece.stop - piece.start, self.length
+            mapped: NDArray[np.float32] = np.memmap(path, np.float32, "r", at, shape)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"reference log-probabilities cannot be read: {error}",
+                where=str(path),
+                remedy=REMEDY,
+            ) from None
+        self._mapped[number] = mapped
+        return mapped
 
     def sample(self, split: str, source: int, sample: int) -> NDArray[np.float32]:
         """The log-probability of each target of a sample; 0 for one that carries no loss: [S]"""
@@ -193,5 +198,7 @@ def check_reference(folder: Path) -> list[str]:
     except FileNotFoundError as error:
         return [f"{error.filename} is missing"]
     except (CorruptError, ValueError, KeyError, TypeError) as error:
-        return [str(error) if isinstance(error, CorruptError) else f"{folder / MANIFEST} is damaged"]
+        return [
+            str(error) if isinstance(error, CorruptError) else f"{folder / MANIFEST} is damaged"
+        ]
     return []

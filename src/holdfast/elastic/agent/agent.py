@@ -401,4 +401,5 @@ class NodeResult:
             () if done is None else (done,),
             why,
             self.parts.records.progress.committed_step,
+            self.parts.node_runner.end_reason,
         )

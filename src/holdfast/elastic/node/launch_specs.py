@@ -144,6 +144,7 @@ def make_worker_specs(
         failure_classes=history.failure_classes,
         skips=record.skips if len(record.skips) else None,
         retry=record.retry,
+        saves_only=bool(record.end_reason),
         meet=start_state.rendezvous,
     )
     return [

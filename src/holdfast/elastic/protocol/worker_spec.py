@@ -27,13 +27,13 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
     is as much again as all the rest. Classes of torch.optim bring the compiler too. transformers
     takes seconds.
     """
-    from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+    from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
     from holdfast.config.sections.task import SCRIPT_TASK
     from holdfast.options.registry import effect_modules
 
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
-    if config.task.name == TRANSFORMERS_TASK:
+    if config.task.name in TRANSFORMERS_TASKS:
         needed += ["transformers.modeling_utils"]
     if config.layout.zero_in_memory > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
         needed += ["holdfast.parallel.axes.fsdp", _COMPILER]
@@ -64,11 +64,13 @@ class WorkerSpec(JsonMessage):
 
     `failure_rate` is the failure rate that the agent has seen so far. `failure_classes` is what the
     failures took with them. Both are None if they are not needed. `skips` is the data that the run
-    leaves out, None for nothing. `retry` is the step that this generation repeats.
+    leaves out, None for nothing. `retry` is the step that this generation repeats. `saves_only` is
+    True if the worker saves the state that it holds, and leaves without a step.
 
     `rank` is -1 for a standby, whose topology is None.
     """
 
+    absent_if_default = frozenset({"saves_only"})
     empty_if_none = frozenset({"topology"})
     config: dict[str, Any]
     topology: Topology | None
@@ -91,6 +93,7 @@ class WorkerSpec(JsonMessage):
     skips: Skips | None = None
     retry: Annotated[StepRetry | None, Key("again")] = None
     orders: bool = True  # a worker of an older version takes commands only if this says so
+    saves_only: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property

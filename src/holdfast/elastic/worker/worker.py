@@ -11,7 +11,7 @@ from functools import partial
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, SaveRequest
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
-from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_last_step
+from holdfast.elastic.worker.checkpointer import SnapshotSaver, save_before_leaving, save_last_step
 from holdfast.elastic.worker.commands import CommandClient
 from holdfast.elastic.worker.device_wear import DeviceWear
 from holdfast.elastic.worker.generation_connection import GenerationConnection
@@ -134,6 +134,8 @@ class Worker:
         held, saver = self.held_session, self._snapshot_saver
         session, connection, config = held.current, self.connection, self._setup.config
         assert saver is not None, "the capturer is made with the session"
+        if self._setup.spec.saves_only:
+            return save_before_leaving(session, saver, self.step, held.verdict)
         if held.is_live and self.step >= config.train.steps:
             waking = connection.halts.interruptible(self._interrupt_training)
             return save_last_step(

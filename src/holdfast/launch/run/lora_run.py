@@ -14,7 +14,7 @@ from holdfast.config.huggingface.folder import CONFIG, read_folder_model, read_j
 from holdfast.config.huggingface.weight_files import StoredTensor, describe_unread, read_weights
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.lora_from import ADAPTER_CONFIG
-from holdfast.config.loading.model_from import TRANSFORMERS_TASK, refuse_other_shape
+from holdfast.config.loading.model_from import TRANSFORMERS_TASKS, refuse_other_shape
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.format.hf_names import huggingface_map
@@ -205,7 +205,7 @@ def describe_first_weights(config: RunConfig) -> str:
     if config.model.weights:
         return f"the weights of {config.model.weights}"
     task = config.task
-    if task.name == TRANSFORMERS_TASK and task.args.get("pretrained", True):
+    if task.name in TRANSFORMERS_TASKS and task.args.get("pretrained", True):
         return f"the weights of {task.args['folder']}"
     return "initial weights"
 

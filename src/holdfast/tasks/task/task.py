@@ -99,6 +99,10 @@ class Task(ABC):
         """Files that `model()` reads, such as a config: a part of the task's source."""
         return []
 
+    def start_notes(self) -> Sequence[str]:
+        """Lines that a run prints before it starts."""
+        return []
+
     def decays(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether weight decay applies to a parameter: by default to matrices."""
         return len(shape) > 1

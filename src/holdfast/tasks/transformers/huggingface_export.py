@@ -1,4 +1,4 @@
-"""A trained `CausalLM`: its folder in Hugging Face form, and a session that continues a text."""
+"""A trained `FolderModel` in Hugging Face form; of a `CausalLM` a session that continues a text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdfast.config.sections.task import TaskConfig
 from holdfast.model.generate import refuse_long_text
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
 from holdfast.model.new_folder import new_folder
-from holdfast.tasks.huggingface import CausalLM
 from holdfast.tasks.task.loading import load_task
+from holdfast.tasks.transformers.folder_model import FolderModel
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
-def export_causal_lm(
+def export_folder_model(
     to: Path,
     config: TaskConfig,
     names: tuple[str, ...],
@@ -84,8 +84,8 @@ def open_causal_lm(
 
 def _trained(
     config: TaskConfig, names: tuple[str, ...], read: Callable[[str], Tensor]
-) -> tuple[CausalLM, Any]:
+) -> tuple[FolderModel, Any]:
     """The task, and the complete model on the CPU. Raises UserError."""
     task = load_task(config)
-    assert isinstance(task, CausalLM)
+    assert isinstance(task, FolderModel)
     return task, task.with_values({name: read(name) for name in names})

@@ -155,7 +155,8 @@ def build_engine(
         executor, parameters = wrap(config, executor, parameters, named)
     # Tokens of a microbatch, or its samples if a task of the user counts.
     tokens = config.train.microbatch_size
-    tokens *= 1 if config.task.name else config.data.sequence_length
+    counts_tokens = not config.task.name and not config.objective.counts
+    tokens *= config.data.sequence_length if counts_tokens else 1
     engine = StepEngine(
         objective,
         executor,
@@ -168,6 +169,7 @@ def build_engine(
         task.user_parts,
         LossScale(tokens, device, is_dynamic=precision.scales_loss),
     )
+    engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
     for change in hooks("layout", layout, lambda effect: effect.engine):

@@ -60,6 +60,7 @@ from holdfast.training.engine.vote import (
     share_verdict,
     vote,
 )
+from holdfast.training.objectives.registry import means_of, sum_names_of
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class StepEngine:
     measure_passes: passes run inside of it. on_vote_sent: called when this rank's vote is on its
     way. order_shares: the shares of a generation, one by one, as the executor needs them.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
-    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`.
+    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. sum_names: of
+    what an objective adds up besides the loss. counts: see `events.StepDone`.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class StepEngine:
     ):
         self._user, self.objective, self.executor = user or UserParts(), objective, executor
         executor.loss_scale = self.loss_scale = loss_scale
+        self.sum_names, self.counts = sum_names_of(objective), ""
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device, self._gradients = feed, device, feed(groups, None)
         self.measure_passes: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -162,9 +165,12 @@ class StepEngine:
             raise known from error
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
-        told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
+        told: list[float] = []
+        for leaf in share if self._reports_losses else ():
+            told += self._losses[leaf].flatten().tolist()
         units = sum(to_units(batch.tokens) for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, units, told)
+        width = 1 + 2 * len(self.sum_names)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told, width)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.
@@ -184,7 +190,7 @@ class StepEngine:
             _give_up(self.groups, inside=True)
             raise
         try:
-            verdict = share_verdict(self.groups, verdict)
+            verdict = share_verdict(self.groups, verdict, 2 * len(self.sum_names))
         except PeerLostError:
             _give_up(self.groups, inside=True)
             raise
@@ -230,6 +236,10 @@ class StepEngine:
         status.finish_update()
         self.history.unreported_step = status.step
         return rate
+
+    def metrics(self, verdict: StepVerdict) -> dict[str, float]:
+        """The means of an objective's sums in a step."""
+        return means_of(self.sum_names, verdict.sums)
 
     def learning_rate(self, step: int) -> float:
         """The rate that a step is applied with. Raises UserError for a function that fails."""

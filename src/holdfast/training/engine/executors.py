@@ -43,7 +43,7 @@ Share = Sequence[tuple[int, Any]]
 
 def token_arguments(batch: TensorMicrobatch) -> tuple[Any, ...]:
     """What the decoder's objective takes of a microbatch."""
-    return batch.inputs, batch.targets, batch.documents
+    return batch.inputs, batch.targets, batch.documents, batch.side
 
 
 class Executor:
@@ -176,7 +176,7 @@ class PipelinedExecutor(Executor):
         self, part: StagePart | None, batch: TensorMicrobatch, incoming: Tensor | None
     ) -> Tensor:
         """A stage's own part of the forward: its residual stream, or on the last stage a loss."""
-        out: Tensor = self._objective(*self.arguments(batch), incoming, part)
+        out: Tensor = self._objective(*self.arguments(batch), incoming=incoming, part=part)
         return out
 
     def boundary(self, batch: TensorMicrobatch) -> tuple[tuple[int, ...], torch.dtype]:

@@ -26,8 +26,10 @@ from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.context import ContextParallel, TokenShare
 from holdfast.parallel.axes.tensor_parallel import TensorParallel
 from holdfast.parallel.axes.vocab_parallel import VocabularySoftmax
+from holdfast.training.objectives.protocol import Objective, Side
+from holdfast.training.objectives.rows import IGNORED_TARGET as IGNORED_TARGET
 
-IGNORED_TARGET = -100
+NO_SIDE: Side = {}
 
 LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [c, V], targets [c]) -> losses [c], and d loss / d logits [c, V] in the logits' dtype."""
@@ -44,6 +46,10 @@ class NextTokenObjective(nn.Module):
     vocabulary that is cut, whose ranks talk in the midst of it). weighted: targets may have
     weights (`core.data.target_weights`). chunk: `train.loss_chunk`.
 
+    loss: a function of log-probabilities instead of the next token's cross entropy
+    (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
+    vector.
+
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
     """
@@ -54,9 +60,10 @@ class NextTokenObjective(nn.Module):
         compiled: bool = False,
         weighted: bool = False,
         chunk: int | str = "auto",
+        loss: Objective | None = None,
     ):
         super().__init__()
-        self._chunk = chunk
+        self._chunk, self.loss = chunk, loss
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -70,10 +77,11 @@ class NextTokenObjective(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         documents: Tensor | None = None,
+        side: Side = NO_SIDE,
         incoming: Tensor | None = None,
         part: StagePart | None = None,
     ) -> Tensor:
-        """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
+        """tokens, targets, documents, side: [B, S] -> loss sum: float64 scalar
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
         the stage before. A stage that is not the last returns its own instead of a loss. (Its
@@ -103,6 +111,8 @@ class NextTokenObjective(nn.Module):
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
+        if self.loss is not None:
+            return self._loss_of(self.loss, hidden, targets, documents, side)
         ids, scale = targets.flatten(), None
         if self._is_weighted:
             dtype = _wide_dtype(hidden.dtype)
@@ -110,18 +120,74 @@ class NextTokenObjective(nn.Module):
             hundredths = ids >> SHIFT
             weights = torch.where(hundredths > 0, hundredths.to(dtype) / PER_ONE, 1.0)
             ids, scale = torch.where(ids < 0, ids, ids & ID_BITS), weights.to(dtype)
-        loss = linear_cross_entropy(
+        loss = self._cross_entropy(hidden, ids, scale)
+        return loss if self.context is None else self.context.whole.reduce(loss)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The names of what follows the loss in the forward's vector."""
+        return () if self.loss is None else self.loss.names
+
+    def _cross_entropy(self, hidden: Tensor, ids: Tensor, scale: Tensor | None) -> Tensor:
+        """hidden: [B, S, D], ids: [B * S] and what each counts -> float64 scalar"""
+        return linear_cross_entropy(
             hidden.flatten(0, 1),
-            decoder.head_weight,
+            self.decoder.head_weight,
             ids,
             self._chunk,
             scale=scale,
             slope=self._loss_and_gradient,
-            vocabulary=decoder.config.vocab_size,
-            part=None if tensor is None else tensor.softmax,
-            softcap=decoder.config.logit_softcap,
+            **self._head_keywords(),
         )
-        return loss if self.context is None else self.context.whole.reduce(loss)
+
+    def _head_keywords(self) -> dict[str, Any]:
+        """How the head's logits become losses."""
+        model = self.decoder.config
+        return {
+            "vocabulary": model.vocab_size,
+            "part": None if self.tensor is None else self.tensor.softmax,
+            "softcap": model.logit_softcap,
+        }
+
+    def _loss_of(
+        self,
+        objective: Objective,
+        hidden: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        side: Side,
+    ) -> Tensor:
+        """hidden: [B, S, D] -> [1 + 2 * names] float64: the loss, and a sum and a count of each
+        name. Only the loss has a gradient.
+
+        The objective's gradient with respect to the log-probabilities is what each target counts
+        in a second pass of the head."""
+        assert documents is not None, "the run file's rules ask for documents"
+        ids = targets.flatten()
+        with torch.no_grad():
+            losses = linear_losses(
+                hidden.flatten(0, 1),
+                self.decoder.head_weight,
+                ids,
+                self._chunk,
+                **self._head_keywords(),
+            )
+        logps = -losses.view_as(targets)
+        missing = objective.needs - side.keys()  # of a microbatch that is skipped
+        given = {**side, **{name: torch.zeros_like(logps) for name in missing}}
+        is_trained = torch.is_grad_enabled() and hidden.requires_grad
+        with torch.set_grad_enabled(is_trained):
+            found = objective(logps.requires_grad_(is_trained), targets, documents, given)
+        words = [found.total.detach()]
+        for name in objective.names:
+            words += [word.detach().double() for word in found.sums[name]]
+        said = torch.stack(words)
+        if not is_trained:
+            return said
+        (slope,) = torch.autograd.grad(found.total, [logps])
+        carrier = self._cross_entropy(hidden, ids, -slope.flatten())
+        out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
+        return out
 
     def run_compiled_loss(self, targets: Tensor, dtype: torch.dtype) -> None:
         """Run the loss and its gradient once for each length of chunk, as `forward` does for
@@ -136,6 +202,39 @@ class NextTokenObjective(nn.Module):
                     length, model.vocab_size, dtype=logits_dtype, device=targets.device
                 )
                 self._loss_and_gradient(logits, targets[:length])
+
+
+class _Reported(torch.autograd.Function):
+    """Numbers whose first one has the gradient of another scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, said: Tensor) -> Tensor:
+        return said
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[0], None
+
+
+def linear_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | str = "auto",
+    *,
+    vocabulary: int,
+    part: VocabularySoftmax | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """-log softmax(hidden weight^T)[target] of each target, without a gradient; 0 for those of
+    -100. The parameters are those of `linear_cross_entropy`.  [T, D], [V, D], [T] -> [T]"""
+    losses: Losses = _losses if part is None else part.losses
+    if softcap:
+        losses = _softcapped_losses(losses, softcap)
+    rows = vocabulary if part is None else part.part.rows
+    size = device_kind(hidden.device.type).chunk_tokens(vocabulary, chunk)
+    pairs = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+    return torch.cat([losses(F.linear(h, weight[:rows]), t) for h, t in pairs])
 
 
 def linear_cross_entropy(
