@@ -348,11 +348,6 @@ class Batches:
         )
         return Microbatch(inputs, targets, documents, [], tokens, side)
 
-
-def _value_name(stream: TokenStream) -> str:
-    """What the values of a stream's documents are."""
-    return "margin" if stream.rows == "preference" else "label"
-
     def _reference_of(self, streams: Streams, source: int, sample: int) -> NDArray[np.float32]:
         """[S]"""
         assert self.reference is not None
@@ -360,6 +355,11 @@ def _value_name(stream: TokenStream) -> str:
             return np.full(self.sequence_length, np.nan, dtype=np.float32)
         split = "train" if streams is self._streams else "validation"
         return self.reference.sample(split, source, sample)
+
+
+def _value_name(stream: TokenStream) -> str:
+    """What the values of a stream's documents are."""
+    return "margin" if stream.rows == "preference" else "label"
 
 
 def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
