@@ -202,6 +202,11 @@ class RunConfig(Section):
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
             )
+        if self.objective.reference.model and self.lora.rank:
+            yield (
+                "with adapters the base is the reference, and objective.reference.model names "
+                "another: use lora.rank 0, or remove objective.reference.model"
+            )
         if self.data.chat.weights:
             yield (
                 f"objective.kind {kind} gives each target a weight of its own: use "

@@ -280,7 +280,8 @@ class DecoderTask:
         if self._open_source is not None:
             return self._open_source(dataset)
         opened = open_dataset(dataset, config.data)
-        return Batches(opened, config.data, config.train, config.seed)
+        key = config.objective.reference.key
+        return Batches(opened, config.data, config.train, config.seed, reference=key)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
