@@ -13,7 +13,8 @@ import pytest
 from holdfast.cli.report import follow_run
 from holdfast.config.loading.load import load_config
 from holdfast.errors import ConfigError
-from holdfast.export.weights import Sampling, choose_checkpoint, continuations
+from holdfast.export.texts import Sampling, continuations
+from holdfast.export.weights import choose_checkpoint
 from holdfast.launch.node.devices import describe_devices
 from holdfast.launch.run.runs import open_run
 from holdfast.launch.start.facts import Facts
