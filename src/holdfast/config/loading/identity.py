@@ -59,6 +59,10 @@ LATER_KEYS = frozenset(
             *("weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
+        "rollout": (
+            *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
+            *("samples", "temperature", "top_p", "version"),
+        ),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
         "train": ("deterministic", "loss_chunk"),
         "train.optimizer": (
