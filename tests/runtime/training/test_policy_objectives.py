@@ -21,6 +21,7 @@ from holdfast.training.objectives.policy import (
     group_advantages,
     group_std,
     leave_one_out,
+    row_values,
 )
 from holdfast.training.objectives.registry import make_objective, means_of
 from holdfast.training.objectives.rows import Rows
@@ -294,6 +295,13 @@ def test_advantages_of_groups() -> None:
     assert group_advantages(rewards, "none")[0] == pytest.approx([0.5, -0.5, -0.5, 0.5])
     assert leave_one_out(rewards)[0] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert leave_one_out(np.ones((2, 1))).tolist() == [[0.0], [0.0]]
+    rows = row_values(ObjectiveConfig(kind="grpo"), rewards)
+    assert (rows["advantages"] == found).all()
+    assert rows["frac_reward_zero_std"].tolist() == [[0.0] * 4, [1.0] * 4]
+    for kind, name in (("rloo", "advantages"), ("ppo", "score")):
+        objective = make_objective(ObjectiveConfig(kind=kind))
+        assert objective is not None
+        assert name in {*row_values(ObjectiveConfig(kind=kind), rewards)} & {*objective.needs}
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])

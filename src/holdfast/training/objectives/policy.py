@@ -38,6 +38,32 @@ _COMMON = (*REPORTED, "completions/mean_length", "entropy", *_CLIPS)
 
 
 # --- advantages, of the rewards of groups ------------------------------------------------------
+def row_values(
+    config: ObjectiveConfig, rewards: NDArray[np.float64]
+) -> dict[str, NDArray[np.float64]]:
+    """Return the side tensors of the rows of complete groups, [prompts, samples] each.
+
+    Args:
+        config: the section `objective`, of a kind that generates its rows.
+        rewards: [prompts, samples]; for rloo with beta above 0 minus beta times the row's KL.
+    """
+    std = group_std(rewards)
+    found = {
+        "reward": rewards,
+        "reward_std": std,
+        "frac_reward_zero_std": np.isclose(std, 0.0).astype(np.float64),
+    }
+    if config.kind == "ppo":
+        return found | {"score": rewards}
+    of_rloo = config.kind == "rloo"
+    advantages = (
+        leave_one_out(rewards)
+        if of_rloo
+        else group_advantages(rewards, config.text("scale_rewards"))
+    )
+    return found | {"advantages": advantages}
+
+
 def group_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
     """Return GRPO's advantages: rewards minus the mean of their group, over a standard deviation.
 
