@@ -99,8 +99,8 @@ def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     if (samples := rewards.shape[1]) < 2:
         return np.zeros_like(rewards)
-    others = (rewards.sum(axis=1, keepdims=True) - rewards) / (samples - 1)
-    difference: NDArray[np.float64] = rewards - others
+    rest = (rewards.sum(axis=1, keepdims=True) - rewards) / (samples - 1)
+    difference: NDArray[np.float64] = rewards - rest
     return difference
 
 
