@@ -35,7 +35,7 @@ from holdfast.data.read.vocabulary import (
     tokenizer_file,
 )
 from holdfast.data.stream.dataset import exists, read_manifest
-from holdfast.errors import CheckpointError, DataError, HoldfastError
+from holdfast.errors import CheckpointError, ConfigError, DataError, HoldfastError
 from holdfast.launch.run.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -168,6 +168,13 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     from holdfast.export.adapters import run_weights
     from holdfast.model.decoder import Decoder
 
+    if not run.config.model.has_language_head:
+        raise ConfigError(
+            "a reward model writes no text",
+            where="objective.kind",
+            remedy="export it with holdfast export, and open it as "
+            "AutoModelForSequenceClassification",
+        )
     weights = run_weights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)

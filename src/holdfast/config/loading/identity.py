@@ -51,12 +51,13 @@ LATER_KEYS = frozenset(
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
             "center_rewards_coefficient",
         ),
+        "objective.reference": ("checksum", "key"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),
             *("no_rope_layers", "norm_plus_one", "norms", "qk_norm_width"),
             *("residual_multiplier", "rope_fraction", "window", "window_layers"),
-            *("weights_checksum", "window_rope_theta"),
+            *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "rollout": (
