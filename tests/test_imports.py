@@ -20,6 +20,8 @@ TORCH_ROOMS = (
     "holdfast.parallel",
     "holdfast.training",
     "holdfast.data.stream.loader",
+    "holdfast.rollout.decode.attention",
+    "holdfast.rollout.decode.policy",
     "holdfast.tasks",
     "holdfast.adapters",
     "holdfast.checkpoint.capture",

@@ -106,6 +106,11 @@ class ScriptError(TaskError):
     """The script of an own loop has raised, exited or ended early. Its process cannot continue."""
 
 
+class RewardError(UserError):
+    """A reward cannot be made, or rates a completion with something that is no number. Its place
+    is the entry of `rollout.rewards`."""
+
+
 class ModelFolderError(UserError):
     """A folder in Hugging Face form cannot be read or written."""
 

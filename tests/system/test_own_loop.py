@@ -25,6 +25,17 @@ from tests.support.followed_run import (
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40
+FIRST = """\
+import os
+def first():
+    try:
+        os.mkdir("raised")
+    except FileExistsError:
+        return False
+    return True
+
+
+"""
 MENDED = """\
 import holdfast, torch
 samples = [{"x": row} for row in torch.randn(64, 3, generator=torch.Generator().manual_seed(0))]
@@ -217,21 +228,28 @@ def test_an_error_of_the_script_ends_the_run_with_its_line(
 
 
 @pytest.mark.slow
-def test_a_mended_script_goes_on_in_the_branch_that_its_refusal_names(tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    text = MENDED.replace("BROKEN", "step.number == 9")
-    script.write_text(text)
-    command = ("run", script, *PLAIN, "--set", "checkpoint.every_steps=3")
-    apart(*command, folder=tmp_path, deadline=DEADLINE).refuses_last("in step 9")
-    script.write_text(text.replace("step.number == 9", "False"))
-    refused = apart(*command, folder=tmp_path, deadline=DEADLINE)
+@pytest.mark.parametrize(("broken", "workers"), [("first()", 2), ("True", 1)])
+def test_what_the_ranks_hold_is_saved_and_a_mended_script_goes_on_from_it(
+    tmp_path: Path, broken: str, workers: int
+) -> None:
+    """One rank raises, or the only one."""
+    script, text = tmp_path / "failing.py", FIRST + MENDED
+    script.write_text(text.replace("BROKEN", f"step.number == 9 and {broken}"))
+    settings = (*PLAIN, "--workers", str(workers), "--set", "checkpoint.every_steps=5")
+    failed = apart("run", script, *settings, folder=tmp_path, deadline=DEADLINE)
+    failed.refuses_last(
+        "failing.py:19: ValueError: wrong, in step 9", "state after step 8 is saved"
+    )
+    script.write_text(text.replace("BROKEN", "False"))
+    refused = apart("run", script, *settings, folder=tmp_path, deadline=DEADLINE)
     refused.refuses_last("with the new source in a run of its own: holdfast branch")
     words = shlex.split(refused.err.strip().rpartition("run of its own: ")[2])
     made = apart(*words[1:], folder=tmp_path, deadline=DEADLINE).succeeds()
-    assert "after step 6 with task.source=" in made.err + made.out
+    assert "after step 8 with task.source=" in made.err + made.out
     branch = tmp_path / words[-1]
     apart("train", branch / "run.yaml", folder=tmp_path, deadline=DEADLINE).succeeds()
-    assert holdfast.open_checkpoint(branch).step == 12
+    run_undisturbed(script, tmp_path / "alone")
+    assert_same_bits(tmp_path / "alone", branch, 12)
 
 
 @pytest.mark.slow

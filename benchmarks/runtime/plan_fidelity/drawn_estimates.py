@@ -132,6 +132,7 @@ def accounted(
     rank: RankContext, name: str, changes: dict[str, Any], store: str = "run"
 ) -> tuple[int, int]:
     """(accounted peak, estimate) of this rank, in a step that is not the first."""
+    torch.compiler.reset()  # after blocks of other shapes it compiles for any shape, or not at all
     of = case(name)
     config = config_of({**of.changes, **changes})
     config = _with_base(config, rank.folder / f"base{rank.rank}")

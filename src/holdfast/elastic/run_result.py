@@ -102,12 +102,20 @@ def run_result(
     node_outcomes: Sequence[FinishedOutcome | LeftOutcome],
     stop_reason: str,
     committed_step: int,
+    last_save: str = "",
 ) -> RunResult:
     """Return the result of a run.
 
     end_message: why the run is over, "" if the workers ended normally. node_outcomes: their
     results, node by node. stop_reason: the reason to stop. committed_step: the newest committed
-    step."""
+    step. last_save: the `EndReason` of a run whose last generation only saved, for `stop_reason`.
+    """
+    if last_save and not end_message and node_outcomes:
+        step = node_outcomes[0].step
+        lost = next((end.unsaved_reason for end in node_outcomes if end.unsaved_reason), None)
+        saved = unsaved_sentence(step, lost, committed_step) if lost else saved_sentence(step)
+        said = f"{stop_reason}; {saved}"
+        return _aborted_result(said, last_save, committed_step)
     if end_message:
         return _aborted_result(end_message, end_reason, committed_step)
     if not node_outcomes:
@@ -133,6 +141,10 @@ def run_result(
     error = UserError(said) if said else None
     event = RunFinished(said, step=step)
     return RunResult(event, "", error.exit_code if error else 0, error)
+
+
+def saved_sentence(step: int) -> str:
+    return f"the state after step {step} is saved"
 
 
 def unsaved_sentence(step: int, reason: str, committed_step: int) -> str:

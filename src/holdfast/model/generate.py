@@ -105,11 +105,7 @@ def generate(
     drawn one, generation ends. Raises UserError if the text would outgrow the model's positions or
     a setting is out of range.
     """
-    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
-        raise UserError(
-            f"temperature {temperature} with top_p {top_p} cannot be sampled from",
-            remedy="use a temperature of at least 0 and a top_p above 0 and at most 1",
-        )
+    refuse_sampling(temperature, top_p)
     if tokens.shape[1] == 0:
         raise UserError("the prompt is empty", remedy="give at least one token of text")
     open_session = partial(DecodingSession, model) if isinstance(model, Decoder) else model
@@ -132,17 +128,32 @@ def generate(
     return torch.cat(text, dim=1)
 
 
+def refuse_sampling(temperature: float, top_p: float) -> None:
+    """Raises UserError for settings that are out of range."""
+    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
+        raise UserError(
+            f"temperature {temperature} with top_p {top_p} cannot be sampled from",
+            remedy="use a temperature of at least 0 and a top_p above 0 and at most 1",
+        )
+
+
 def sample(logits: Tensor, temperature: float, top_p: float, seed: int) -> Tensor:
     """One token per row.  logits: [B, V] -> [B]"""
     if temperature == 0:
         return logits.argmax(dim=-1)
     # On the CPU in float32: one generator, whatever device and precision the model has.
     probabilities = (logits.float().cpu() / temperature).softmax(dim=-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        # A token stays while those before it fall short of top_p: the likeliest always does.
-        before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered.masked_fill(before >= top_p, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+    probabilities = nucleus(probabilities, top_p)
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """The likeliest tokens that reach `top_p` together; the others get 0.  [B, V] -> [B, V]"""
+    if top_p == 1:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    # A token stays while those before it fall short of top_p: the likeliest always does.
+    before = ordered.cumsum(dim=-1) - ordered
+    ordered = ordered.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(probabilities).scatter_(-1, order, ordered)

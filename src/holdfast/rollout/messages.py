@@ -33,7 +33,8 @@ class CompletionKey:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn."""
+    """How tokens are drawn. The log-probabilities of a completion are those at `temperature`, or at
+    1 if that is 0. They leave `top_p` out."""
 
     max_tokens: int  # of a completion, its end token included
     temperature: float = 1.0  # 0: the likeliest token
@@ -56,7 +57,7 @@ class Completion:
 
     key: CompletionKey
     tokens: tuple[int, ...]  # without the prompt, with the end token if one was drawn
-    logps: tuple[float, ...]  # natural log of each token's probability at temperature 1, float32
+    logps: tuple[float, ...]  # natural log of each token's probability, float32; see `Sampling`
     finish: Finish
 
 

@@ -20,19 +20,28 @@ from holdfast.data.read.chat_borders import (
     COLUMNS,
     KWARGS,
     LEFT_OUT,
+    MARGIN,
     MESSAGE_KEYS,
     REPLY,
     TEMPLATE,
     TEMPLATE_KWARGS,
+    TEXTS,
     THOUGHTS,
-    TWO_TEXTS,
     ChatNotes,
     read_columns,
     refuse_role,
 )
 from holdfast.data.read.chat_render import ChatTemplate, Rendered, Span, compiled, has_marks
-from holdfast.data.read.chat_rows import FORMS, Completion, Conversation, field_of
+from holdfast.data.read.chat_rows import Completion, Conversation
 from holdfast.data.read.chat_templates import NAME_THE_TEMPLATE
+from holdfast.data.read.preference_rows import (
+    CHOSEN,
+    FORMS,
+    LEAVE_OUT,
+    REJECTED,
+    Preference,
+    field_of,
+)
 from holdfast.data.read.text_sources import clean_text
 from holdfast.errors import DataError
 
@@ -40,6 +49,8 @@ SHOWN = 60  # characters of a text in a refusal
 TAIL = 40  # characters of a reply that must be found in the text
 NO_REPLY = "have no message to train on"
 EMPTY_REPLY = "have an empty reply"
+IN_A_PREFERENCE = {NO_REPLY: "has no message to train on", EMPTY_REPLY: "is an empty reply"}
+"""What is refused in a row of preferences, where a missing answer changes the pair."""
 SPELLS_TOKEN = "spell a special token in a message"
 FIRST_REPLY = (
     "give it weight: 0, put a message before it, or mark replies with {% generation %} in a copy "
@@ -78,17 +89,47 @@ class ChatDocument:
     is_framed: bool = False
     weights: tuple[int, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        return {key: said for key, said in asdict(self).items() if key != "weights" or said}
+
     def encode(self) -> str:
         """One text for all of it: what is hashed and compared."""
-        value = {key: said for key, said in asdict(self).items() if key != "weights" or said}
-        return json.dumps(value, ensure_ascii=False, sort_keys=True)
+        return _spelt(self.to_json())
 
     @staticmethod
     def decode(text: str) -> ChatDocument:
-        value = parse_json(text)
+        return ChatDocument.from_json(parse_json(text))
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> ChatDocument:
         spans = tuple((int(a), int(b)) for a, b in value["trained"])
         weights = tuple(int(byte) for byte in value.get("weights", ()))
         return ChatDocument(value["text"], spans, bool(value["is_framed"]), weights)
+
+
+@dataclass(frozen=True)
+class RowDocuments:
+    """The documents of one row, which stay together: one, or those of a pair."""
+
+    documents: tuple[ChatDocument, ...]
+    value: float | None = None  # margin of a pair; label, 1 or -1
+
+    def encode(self) -> str:
+        """One text for all of it. A single document without a value is spelt as itself."""
+        if len(self.documents) == 1 and self.value is None:
+            return self.documents[0].encode()
+        answers = [document.to_json() for document in self.documents]
+        return _spelt({"answers": answers, "value": self.value})
+
+    @staticmethod
+    def decode(text: str) -> RowDocuments:
+        value = parse_json(text)
+        answers = value.get("answers", [value])
+        return RowDocuments(tuple(map(ChatDocument.from_json, answers)), value.get("value"))
+
+
+def _spelt(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 class ChatReader:
@@ -100,27 +141,65 @@ class ChatReader:
         self._used: set[tuple[str, str]] = set()  # (role, key) that the template was seen to read
 
     def read(self, value: Any, where: str, *, bare: bool = False) -> str:
-        """A document as `ChatDocument.encode` spells it, or "" for a row that is left out. Raises
+        """A row as `RowDocuments.encode` spells it, or "" for one that is left out. Raises
         DataError for a row of another form, and for a template that does not fit."""
         if not isinstance(value, Mapping):
             raise DataError("the row is no object", where=where, remedy="write one object a row")
-        found = _cleaned(FORMS[self._rows].read(value, self._field, where), where)
-        self._read_columns(value, found, where)
-        special = self._format.special
-        if any(token in text for text in _texts(vars(found)) for token in special):
-            reason = SPELLS_TOKEN
-        elif isinstance(found, Completion):
-            if found.completion.strip():
-                text = found.prompt + found.completion
-                return ChatDocument(text, ((len(found.prompt), len(text)),), True).encode()
-            reason = EMPTY_REPLY
-        else:
-            document = self._conversation(found, where)
+        found = FORMS[self._rows].read(value, self._field, where)
+        answers = found.answers if isinstance(found, Preference) else (found,)
+        answers = tuple(_cleaned(answer, where) for answer in answers)
+        self._read_columns(value, answers[0], where)
+        documents = [self._document(answer, where) for answer in answers]
+        named = (CHOSEN, REJECTED) if len(answers) > 1 else ("completion",)
+        for name, document in zip(named, documents, strict=True):
             if isinstance(document, ChatDocument):
-                return document.encode()
-            reason = document
-        self._notes.add(LEFT_OUT, reason, where)
-        return ""
+                continue
+            if isinstance(found, Preference) and document in IN_A_PREFERENCE:
+                what = f"{name!r} {IN_A_PREFERENCE[document]}"
+                raise DataError(what, where=where, remedy=LEAVE_OUT)
+            self._notes.add(LEFT_OUT, document, where)
+            return ""
+        kept = tuple(one for one in documents if isinstance(one, ChatDocument))
+        if len(kept) > 1:
+            if kept[0].text == kept[1].text:
+                what = "'chosen' and 'rejected' become the same text"
+                raise DataError(what, where=where, remedy=LEAVE_OUT)
+            self._notes.add(MARGIN, "missing" if found.value is None else "given", where)
+        value_of_row = found.value if isinstance(found, Preference) else None
+        return RowDocuments(kept, value_of_row).encode()
+
+    def _document(self, found: Conversation | Completion, where: str) -> ChatDocument | str:
+        """The document, or the reason why the row is left out."""
+        special = self._format.special
+        if any(token in text for text in texts_of(vars(found)) for token in special):
+            return SPELLS_TOKEN
+        if isinstance(found, Conversation):
+            return self._conversation(found, where)
+        if not found.completion.strip():
+            return EMPTY_REPLY
+        text = found.prompt + found.completion
+        return ChatDocument(text, ((len(found.prompt), len(text)),), True)
+
+    def read_prompt(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the text of a row's messages, up to where the model begins its reply. Raises
+        DataError for a row or a template that does not fit."""
+        found = _cleaned(FORMS["messages"].read(row, self._field, where), where)
+        assert isinstance(found, Conversation)
+        template = self._template(found)
+        if template is None:
+            raise _no_template(where)
+        TEMPLATE_KWARGS.check(found.kwargs, where, DataError, f"take it out of {KWARGS}")
+        if unread := [name for name in found.kwargs if name not in template.variables]:
+            remedy = f"take it out of {KWARGS}"
+            raise DataError(f"the template does not read {unread[0]}", where=where, remedy=remedy)
+        read = {*template.variables} - {self._field, "messages", "tools", "documents"}
+        if names := [name for name in row if name in read]:
+            what = f"the template reads {names[0]}, and a column of that name is not given to it"
+            raise DataError(what, where=where, remedy=f"put it into {KWARGS}, or rename it")
+        named = {*self._format.train_on, *template.spelt}
+        for place, message in enumerate(found.messages):
+            refuse_role(message["role"], place, named, where)
+        return _Spans(template, found, self._format, where).prompt(self._used)
 
     def _template(self, found: Conversation) -> ChatTemplate | None:
         text = (self._format.tool_template if found.tools else "") or self._format.template
@@ -131,7 +210,7 @@ class ChatReader:
     ) -> None:
         template = self._template(found) if isinstance(found, Conversation) else None
         read, kwargs = template.variables if template else (), getattr(found, "kwargs", {})
-        border = COLUMNS[self._rows if isinstance(found, Conversation) else TWO_TEXTS]
+        border = COLUMNS[self._rows if isinstance(found, Conversation) else TEXTS[self._rows]]
         for name in read_columns(border, row, self._field, read, where):
             self._notes.add(border.name, name, where)
         TEMPLATE_KWARGS.check(kwargs, where, DataError, f"take it out of {KWARGS}")
@@ -161,11 +240,7 @@ class ChatReader:
                 remedy="use 1, or 0 for one without loss, or set data.chat.weights=true",
             )
         if template is None:
-            raise DataError(
-                "the row has messages, and the tokenizer's folder has no chat template",
-                where=where,
-                remedy=NAME_THE_TEMPLATE,
-            )
+            raise _no_template(where)
         spans = _Spans(template, found, format, where)
         marked = template.marks_replies and format.train_on == (REPLY,)
         document = spans.marked(trained) if marked else spans.derived(trained)
@@ -175,6 +250,11 @@ class ChatReader:
         if format.tool_template:
             self._notes.add(TEMPLATE, "tool_use" if found.tools else "default", where)
         return replace(document, weights=weights) if max(weights) > 1 else document
+
+
+def _no_template(where: str) -> DataError:
+    what = "the row has messages, and the tokenizer's folder has no chat template"
+    return DataError(what, where=where, remedy=NAME_THE_TEMPLATE)
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
@@ -198,9 +278,30 @@ class _Spans:
         self, messages: Sequence[Mapping[str, Any]], begins_reply: bool = False
     ) -> Rendered:
         row, asked = self._row, self._template.asks_null
-        given = [{**m, **dict.fromkeys(asked & {*row.nulls[i]})} for i, m in enumerate(messages)]
+        nulls = (row.nulls.get(i, ()) for i in range(len(messages)))
+        pairs = zip(messages, nulls, strict=True)
+        given = [{**m, **dict.fromkeys(asked & {*keys})} for m, keys in pairs]
         more = {"tools": row.tools, "documents": row.documents, **row.kwargs}
         return self._template.render(given, self._where, begins_reply=begins_reply, **more)
+
+    def prompt(self, used: set[tuple[str, str]]) -> str:
+        """The text up to where the reply begins. used: as for `unread_keys`."""
+        if not self._messages or self._messages[-1]["role"] == REPLY:
+            what = "ends with a reply" if self._messages else "has no message"
+            raise self._refusal(f"the prompt {what}", "leave the last reply out of the prompt")
+        self.require_prompts()
+        if unread := next(self.unread_keys(used), None):
+            raise self._refusal(f"the template does not read {unread}", "take it out of the row")
+        text, reply = self._render(self._messages, True).text, "0a7"
+        answered = self._render([*self._messages, {"role": REPLY, "content": reply}]).text
+        header = answered[len(text) :].partition(reply)[0]
+        if answered.startswith(text) and header.strip():
+            raise self._refusal(
+                f"the template does not begin a reply when add_generation_prompt is true: "
+                f"{header[:SHOWN]!r} is missing",
+                OWN_TEMPLATE,
+            )
+        return text
 
     def require_prompts(self) -> None:
         """Raises DataError for a text of the row that the template leaves out: of a message, a
@@ -209,7 +310,7 @@ class _Spans:
             for text in _tool_texts(tool):
                 self._require(text, f"the tool {_name(tool)!r} of the row, or a part of it")
         for number, document in enumerate(self._row.documents or (), start=1):
-            for text in _texts(document):
+            for text in texts_of(document):
                 self._require(text, f"document {number} of the row, or a part of it")
         for place, message in enumerate(self._messages):
             content, role = message["content"], message["role"]
@@ -341,7 +442,7 @@ class _Spans:
         name, arguments, bare = function["name"], function.get("arguments"), _without_spaces(part)
         self._require(name, f"the call of {name!r} in message {place + 1}", bare)
         given = arguments if isinstance(arguments, Mapping) else {}
-        for text in (*given, *_texts(given)):
+        for text in (*given, *texts_of(given)):
             self._require(text, f"an argument of {name!r} in message {place + 1}", bare)
         wrong, how, other = str(arguments), "in Python's form", "a text of JSON"
         if isinstance(arguments, str):
@@ -428,10 +529,10 @@ def _clean(value: Any, where: str) -> Any:
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
     """Every text of a row or of a part of it."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
+            yield from texts_of(inner)

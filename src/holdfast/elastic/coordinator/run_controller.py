@@ -38,6 +38,7 @@ from holdfast.elastic.run_result import (
     RunEndedError,
     RunResult,
     run_result,
+    saved_sentence,
 )
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, UserError
 from holdfast.events import CheckpointRejected, Event, GenerationStarted, RunStarted, WorkerPaced
@@ -107,6 +108,35 @@ class LossCounter:
                 reached_step, "" if self._has_stepped() else cause
             )
         return why_give_up(self._restarts, self._limit, cause or "not known")
+
+
+class LastSave:
+    """One more generation of a run that cannot continue: its workers save what they still hold."""
+
+    def __init__(self, committed_step: Callable[[], int]) -> None:
+        """committed_step: returns the newest step that has a checkpoint."""
+        self.ending: RunEndedError | None = None
+        """Why the run ends, once that generation is planned."""
+        self._committed_step, self._generation = committed_step, 0
+
+    def check(self, generation: int) -> None:
+        """Raise the error with which the run ends if that generation failed as well."""
+        if self.ending is not None and generation > self._generation:
+            raise self.ending
+
+    def plan(
+        self, ending: RunEndedError, record: GenerationRecord, reached_step: int
+    ) -> GenerationRecord:
+        """Return the record of a generation that only saves.
+
+        Raises `ending` if the newest state is saved already, or if no workers hold it."""
+        saved = self._committed_step()
+        if 0 < reached_step <= saved:
+            raise RunEndedError(f"{ending}; {saved_sentence(saved)}", ending.reason)
+        if record.came_from is None or record.topology is None or not reached_step:
+            raise ending
+        self.ending, self._generation = ending, record.topology.generation
+        return replace(record, stopping=str(ending), end_reason=ending.reason)
 
 
 class SessionStart:
@@ -179,6 +209,7 @@ class RunController:
         )
         self._journal_tail = JournalFollower(context.store)
         self._generation_planner: GenerationPlanner | None = None
+        self._last_save = LastSave(hooks.committed_step)
         self._loss_counter = LossCounter(cluster.max_restarts_without_progress, hooks.has_stepped)
         self._session_start = SessionStart(context, event_log)
         self._generation_floor = GenerationFloor(context, hooks)
@@ -295,8 +326,13 @@ class RunController:
     ) -> GenerationRecord:
         """Return the record of the next generation. Raises RunEndedError if there must be none."""
         assert self._generation_planner is not None
-        if await self._node_shortage.leave_out_failed():
-            raise PlanOutdatedError("a node that cannot work is left out")
+        self._last_save.check(generation)
+        ending: RunEndedError | None = None
+        try:
+            if await self._node_shortage.leave_out_failed():
+                raise PlanOutdatedError("a node that cannot work is left out")
+        except RunEndedError as error:
+            ending = error
         ended = [outcome.lost for outcome in self._generation_planner.last_outcomes(node_reports)]
         losses = [loss for loss in ended if loss is not None]
         cause = self._generation_planner.cause = describe_cause(losses, state)
@@ -310,14 +346,19 @@ class RunController:
             closing = await self._find_leaving_reason()
         if cause and why and not closing:
             raise RunEndedError(f"{why}; lost while saving: {cause}", EndReason.STOPPED)
+        if closing and ending is not None:
+            raise ending
         await self._ensure_mover(generation)
         tried = set(self._generation_planner.rejected_checkpoints)
         rotten = self._generation_planner.reject_corrupt_checkpoint(node_reports)
         reason = next((loss.reason for loss in losses if loss.reason), state.reason)
         lost = state.reason in ("worker_lost", "halted")
-        record = await self._generation_planner.plan_generation(
-            state, generation, node_names, node_reports
-        )
+        try:
+            record = await self._generation_planner.plan_generation(
+                state, generation, node_names, node_reports
+            )
+        except UserError as error:
+            raise error if ending is None else ending from None
         if rotten is not None:  # each corrupt state is dropped once, so this ends
             for key, why in self._generation_planner.rejected_checkpoints.items():
                 if key not in tried:  # an earlier attempt reported the rest
@@ -325,12 +366,15 @@ class RunController:
                     self._event_log.emit("agent", event)
                     self._say(f"{rotten}; the run falls back to another state")
         elif (
-            lost
+            ending is None
+            and lost
             and reason not in BAD_STEP_REASONS
             and (sentence := self._loss_counter.count(generation, self._reached_step, cause))
         ):
-            raise RunEndedError(sentence)
+            ending = RunEndedError(sentence)
         record = replace(record, stopping=closing)
+        if ending is not None:
+            record = self._last_save.plan(ending, record, self._reached_step)
         return replace(record, reason=reason if lost else state.reason)
 
     @property
@@ -418,7 +462,10 @@ class RunController:
         if not why and coordinator is not None and coordinator.state.is_saving_last:
             why = self._leaving_reason
         why = why or "the workers left"
-        return run_result(end_message, kind, ends, why, self._hooks.committed_step())
+        if (last_save := self._last_save.ending) is not None:
+            why, kind = str(last_save), last_save.reason
+        committed = self._hooks.committed_step()
+        return run_result(end_message, kind, ends, why, committed, kind if last_save else "")
 
     # --- too few nodes --------------------------------------------------------------------------
     def select_nodes(self, nodes: Sequence[NodeRecord]) -> tuple[str, ...]:

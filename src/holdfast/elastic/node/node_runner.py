@@ -81,6 +81,8 @@ class NodeRunner:
         self.is_node_leaving = False  # and one of its nodes leaves then
         self.worker_group: WorkerGroup | None = None
         self.closing_reason = ""  # why the run stops after this generation's first step
+        self.end_reason = ""  # `EndReason` of a generation that only saves
+        self._has_live_state = False  # this generation continued from the state of the one before
         self._context, self._process_manager, self._mover = context, process_manager, mover
         process_manager.find_group = self._find_group
         process_manager.on_worker_held = self.on_worker_held
@@ -219,7 +221,8 @@ class NodeRunner:
         topology = record.topology
         assert topology is not None, "no node trains without one"
         self._on_generation_started(generation)
-        self.closing_reason = record.stopping
+        self.closing_reason, self.end_reason = record.stopping, record.end_reason
+        self._has_live_state = record.came_from is not None
         self._is_only_node = all(node == self._context.node for node in topology.nodes)
         await self._launcher.prepare(topology, record, start_state)
         self.worker_group = current = WorkerGroup(
@@ -299,7 +302,9 @@ class NodeRunner:
         if current is not None:
             seconds += 3 * current.longest_step_s
             inside = _bereft_ranks(current)
-        if self._replaces_all_workers or isinstance(self._outcome, FailedOutcome):
+        failed = isinstance(self._outcome, FailedOutcome)
+        is_state_held = self._has_live_state or (current is not None and current.has_stepped)
+        if self._replaces_all_workers or (failed and not is_state_held):
             await self._process_manager.kill_and_wait()
         else:
             with suppress(FencedError):

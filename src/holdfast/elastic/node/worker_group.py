@@ -161,6 +161,9 @@ class WorkerGroup:
         """Derive the outcome from a worker that has stopped by itself."""
         if held_state.kind == "paused":
             return  # it was asked to, with all the others
+        if held_state.kind == "script":
+            self.decide(FailedOutcome(held_state.text, exit_codes.USER_ERROR))
+            return
         if held_state.kind == "non_finite" and self._cluster.replaces_all_workers:
             unharmed = "the state before that step is unharmed"
             hint = "try a lower train.optimizer.learning_rate"

@@ -53,12 +53,14 @@ class GenerationRecord(JsonMessage):
     retry        the step that is to be done again, if any
     reason       why there is a new generation, as in `GenerationStarted.reason`
     stopping     why the run stops after this generation's first step; "": it does not
+    end_reason   the workers save the state that they hold, without a step, and the run ends for
+                 this `EndReason` and `stopping`; "": they train
     term         under which it was made
     agents       by node, exactly those that take part
     mark         random: tells apart two that were made alike; "" until it is made
     """
 
-    absent_if_default = frozenset({"skips", "retry", "stopping", "mark"})
+    absent_if_default = frozenset({"skips", "retry", "stopping", "end_reason", "mark"})
     empty_if_none = frozenset({"topology"})
     topology: Topology | None = None
     processes: Annotated[tuple[int | None, ...], Key("seats")] = ()
@@ -68,6 +70,7 @@ class GenerationRecord(JsonMessage):
     retry: Annotated[StepRetry | None, Key("again")] = None
     reason: str = ""
     stopping: Annotated[str, Key("closing")] = ""
+    end_reason: str = ""
     term: int = 0
     agents: Mapping[str, AgentEntry] = field(default_factory=dict)
     mark: str = ""

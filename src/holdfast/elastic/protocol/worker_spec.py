@@ -64,11 +64,13 @@ class WorkerSpec(JsonMessage):
 
     `failure_rate` is the failure rate that the agent has seen so far. `failure_classes` is what the
     failures took with them. Both are None if they are not needed. `skips` is the data that the run
-    leaves out, None for nothing. `retry` is the step that this generation repeats.
+    leaves out, None for nothing. `retry` is the step that this generation repeats. `saves_only` is
+    True if the worker saves the state that it holds, and leaves without a step.
 
     `rank` is -1 for a standby, whose topology is None.
     """
 
+    absent_if_default = frozenset({"saves_only", "policies"})
     empty_if_none = frozenset({"topology"})
     config: dict[str, Any]
     topology: Topology | None
@@ -91,6 +93,8 @@ class WorkerSpec(JsonMessage):
     skips: Skips | None = None
     retry: Annotated[StepRetry | None, Key("again")] = None
     orders: bool = True  # a worker of an older version takes commands only if this says so
+    policies: str = ""  # folder of this node into which trainers publish their weights
+    saves_only: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property

@@ -26,7 +26,7 @@ from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, NoRoomError, UserError
-from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated, SaveWaiting
+from holdfast.events import CheckpointCaptured, CheckpointSkipped, SaveWaiting
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 from holdfast.training.engine.build import TrainingSession
 from holdfast.training.engine.runner import TrainingOutcome
@@ -41,6 +41,8 @@ _ANNOUNCEMENT_POLL_S = 0.005, 0.2  # seconds between two looks: at first, and at
 
 LAST_COMMIT_TIMEOUT_S = 600.0
 """Seconds for the last save of a run that was asked to stop, while its disk takes it."""
+_LEAVING_SLOT_TIMEOUT_S = 60.0
+"""Seconds for a free slot of the save of workers that cannot continue."""
 _LEDGER_PATIENCE_S = 10.0
 """Seconds until the last snapshot is handed over though the journal lacks its steps."""
 _LEDGER_UNSTORED = "the journal could not be written"
@@ -273,10 +275,26 @@ def save_last_step(
         found = session.evaluator.run(lambda: reporter.progress(step, "evaluate"))
     if found is not None and rank == 0:
         seconds = time.monotonic() - begun
-        event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+        event = found.event(step, seconds)
         reporter.emit(event)
-    if not captured:
-        return TrainingOutcome("finished", step, "no snapshot could be made of it")
+    return TrainingOutcome("finished", step, _commit(saver, captured, step, verdict, inf))
+
+
+def save_before_leaving(
+    session: TrainingSession, saver: SnapshotSaver, step: int, verdict: StepVerdict | None
+) -> TrainingOutcome:
+    """Save the state that all ranks hold: the run cannot continue, and no step follows."""
+    captured = saver.capture(step, session.engine.state(), _LEAVING_SLOT_TIMEOUT_S, True)
+    unsaved = _commit(saver, captured, step, verdict, LAST_COMMIT_TIMEOUT_S)
+    return TrainingOutcome("left", step, unsaved)
+
+
+def _commit(
+    saver: SnapshotSaver, is_captured: bool, step: int, verdict: StepVerdict | None, seconds: float
+) -> str | None:
+    """Announce a snapshot and wait for its commit; return why there is none."""
+    if not is_captured:
+        return "no snapshot could be made of it"
     known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
     saver.announce(step, known, DURABLE)
-    return TrainingOutcome("finished", step, saver.wait_until_committed(step, inf))
+    return saver.wait_until_committed(step, seconds)

@@ -7,9 +7,9 @@
     '---------- hold: stop, keep session and state, report what is held, wait --> end
 
 A failure within a generation does not end the process. The exception is a UserError of a process
-that brings no state, on its way into a generation: the user must correct it. A ScriptError
-ends the process in any case, as a script cannot be run twice in it. So does a StateMemoryError: the
-state has no place.
+that brings no state, on its way into a generation: the user must correct it. So does a
+StateMemoryError in any case: the state has no place. A ScriptError ends the run, as a script cannot
+be run twice in a process. If it comes in the loop, the process first saves the state that it holds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from holdfast.errors import (
     JumpError,
     NonFiniteError,
     PeerLostError,
+    RewardError,
     ScriptError,
     StateMemoryError,
     UserError,
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from holdfast.elastic.worker.worker import Worker
+    from holdfast.training.engine.runner import TrainingOutcome
 
 
 def run_generations(worker: Worker, spec: WorkerSpec, commands: CommandClient) -> int:
@@ -93,6 +95,7 @@ def _run_generation(
 
     is_fresh: this process brings no state, so the user must correct an error on the way in.
     """
+    outcome: TrainingOutcome | None = None
     try:
         enter()
         outcome = worker.train()
@@ -127,7 +130,10 @@ def _run_generation(
     except Exception as error:
         if is_device_loss(error):
             raise DeviceStuckError(f"the device has failed: {error}") from error
-        is_final = isinstance(error, ScriptError | StateMemoryError)
+        if isinstance(error, ScriptError) and worker.is_training and outcome is None:
+            error.__traceback__ = None
+            return _stop_and_hold(worker, "script", str(error))
+        is_final = isinstance(error, RewardError | ScriptError | StateMemoryError)
         if is_final or (is_fresh and isinstance(error, UserError)):
             raise
         is_halted = commands.is_halted(worker.generation)  # whatever it was woken with

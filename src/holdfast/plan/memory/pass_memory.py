@@ -256,7 +256,8 @@ def _again(stage: Stage) -> int:
 
 
 def _feed_forward(stage: Stage, *, stays: bool) -> int:
-    """Bytes of gradients inside a feed-forward. The product that it keeps is dropped on the way."""
+    """Bytes of gradients inside a feed-forward. The product that it keeps is dropped on the way.
+    Compiled code writes the gradients of gate and up over what was kept of them."""
     shape = stage.shape
     if shape.experts is not None:
         return shape.experts.working
@@ -266,7 +267,8 @@ def _feed_forward(stage: Stage, *, stays: bool) -> int:
     gathered = stage.ffn_input if stage.is_cut else 0
     if adapters:  # two gradients of the product, and their sum; or it is not kept, so not dropped
         return 3 * inner + weight
-    return max(2 * inner + (weight if stays else 0), inner + weight + gathered)
+    results = inner if shape.options.is_compiled else 2 * inner
+    return max(results + (weight if stays else 0), inner + weight + gathered)
 
 
 def _reduce(stage: Stage, elements: int, last: int = 0) -> int:

@@ -62,7 +62,7 @@ def why_give_up(restarts: RestartHistory, limit: int, cause: str) -> str | None:
         return None
     times = "once" if limit == 1 else f"{limit} times"
     tried = f"restarted {times} without getting" if limit else "may not restart, and never got"
-    since = f"beyond committed step {restarts.committed}" if restarts.committed else "to a commit"
+    since = f"beyond step {restarts.committed}" if restarts.committed else "to a commit"
     return (
         f"gave up: {tried} {since}; the last cause was: {cause} "
         f"(the limit is cluster.max_restarts_without_progress={limit})"

@@ -43,7 +43,7 @@ class HeldState(JsonMessage):
     applied: int  # the step after which its state is
     whole: int | None = None  # the step of which it holds the complete reduced gradient, if any
     torn: bool = False  # it has no usable state
-    kind: str = "halt"  # why it stopped: peer, halt, error, non_finite, `rotten`, paused
+    kind: str = "halt"  # why it stopped: peer, halt, error, script, non_finite, `rotten`, paused
     text: str = ""  # the same in a sentence
     state: tuple[int, int] | None = None  # generation and rank whose boxes it holds
     bad: RejectedStep | None = None  # the step because of which it stopped

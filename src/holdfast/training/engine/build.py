@@ -157,7 +157,8 @@ def build_engine(
         executor, parameters = wrap(config, executor, parameters, named)
     # Tokens of a microbatch, or its samples if a task of the user counts.
     tokens = config.train.microbatch_size
-    tokens *= 1 if config.task.name else config.data.sequence_length
+    counts_tokens = not config.task.name and not config.objective.counts
+    tokens *= config.data.sequence_length if counts_tokens else 1
     engine = StepEngine(
         objective,
         executor,
@@ -169,7 +170,9 @@ def build_engine(
         dealer,
         task.user_parts,
         LossScale(tokens, device, is_dynamic=precision.scales_loss),
+        config.rollout.lag if config.rollout.is_on else 0,
     )
+    engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
     for change in run_hooks(config, lambda effect: effect.engine):

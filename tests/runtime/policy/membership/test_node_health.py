@@ -125,7 +125,7 @@ def test_every_newer_commit_starts_the_count_again() -> None:
     said = _lose([10, 10, 10], limit=2)
     assert said[:2] == [None, None]
     assert said[2] is not None
-    assert "beyond committed step 10" in said[2]
+    assert "beyond step 10" in said[2]
 
 
 def test_a_limit_of_zero_never_restarts() -> None:
