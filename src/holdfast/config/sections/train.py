@@ -20,6 +20,8 @@ from holdfast.config.sections.recompute import (
     word_of_stage,
 )
 from holdfast.errors import nearest_of
+from holdfast.options.keep_zeros.keys import KeepZeros
+from holdfast.options.qat.keys import Qat
 from holdfast.options.registry import option_keys
 
 MAX_MICROBATCHES = 2**20
@@ -97,6 +99,8 @@ class TrainConfig(Section):
     partition_activations: InPlace[bool] = False
     """with recompute and tp: a rank keeps a part of each block's input, and the backward pass
     gathers it. With layout.sequence_parallel it has a part anyway"""
+    keep_zeros: Branch[KeepZeros] = False
+    qat: Branch[Qat] = "none"
     deterministic: Branch[bool] = True
     """on an accelerator, only kernels that give the same bits each time"""
     optimizer: OptimizerConfig = OptimizerConfig()
