@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
-from holdfast.core.data.group_order import Group, GroupOrder
+from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.data.skips import Skips
 from holdfast.data.stream.batch import MASKED_TARGET, Microbatch, ValidationSet, fed_hash
 from holdfast.rollout.roles.feed import CompletionFeed, DrawnGroup
 from holdfast.rollout.roles.texts import Texts
+
 SOURCE = "prompts"
 """The name of the data in the ledger."""
 GROUPS_KEY = "groups"
@@ -76,6 +77,12 @@ class RolloutBatches:
         if self.feed is not None:
             self.feed.close()
             self.feed = None
+
+    @property
+    def group_audit(self) -> GroupAudit:
+        """Return the check of the fates of completions, at its begin."""
+        rollout = self._config.rollout
+        return GroupAudit(self.order, rollout.lag, rollout.draws)
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
