@@ -327,11 +327,6 @@ def continuations(
 
 def folder_continuation(folder: Path, prompt: str, how: Sampling, chat: bool) -> str:
     """Return the text of a model in Hugging Face form after a prompt, as `continuations`."""
-    import torch
-
-    from holdfast.model.decoder import Decoder
-    from holdfast.model.huggingface import import_folder
-
     path = tokenizer_file(folder)
     tokenizer = load_tokenizer(path)
     begin = describe_tokenizer(tokenizer, path).begin_id
@@ -342,13 +337,23 @@ def folder_continuation(folder: Path, prompt: str, how: Sampling, chat: bool) ->
         assert form is not None, "the rows are messages"
         prompt = _as_message(ChatTemplate(form.template, dict(form.variables)), prompt)
         tokenizer.encode_special_tokens, begin = False, None
+    stop = stop_tokens(tokenizer, path).values()
+    return _continue(load_folder(folder), tokenizer, begin, stop, [prompt], how)[0]
+
+
+def load_folder(folder: Path) -> Decoder:
+    """The decoder of a folder in Hugging Face form, on the CPU, in float32."""
+    import torch
+
+    from holdfast.model.decoder import Decoder
+    from holdfast.model.huggingface import import_folder
+
     config, tensors = import_folder(folder)
     with torch.device("meta"):
         model = Decoder(config)
     state = {name: value.float() for name, value in tensors.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    stop = stop_tokens(tokenizer, path).values()
-    return _continue(model.eval(), tokenizer, begin, stop, [prompt], how)[0]
+    return model.eval()
 
 
 def _continue(

@@ -10,7 +10,9 @@ tokens and targets its last S:
                                        says nothing about the next
 
 Rows of chat data are not cut. A sample holds complete rows (`data/order/packing.py`), and its
-targets are the tokens that the dataset's mask names.
+targets are the tokens that the dataset's mask names. Of preferences, documents 2k and 2k + 1 of a
+sample are a pair: the chosen and the rejected answer, or a rated answer and its row of the KL
+baseline. There each token of a sample is an input.
 
 The last window of a stream is padded with the end token and masked there. Which window stands
 at which position of the run is `core/data/sample_order.py`'s to say.
@@ -107,6 +109,8 @@ class Batches:
         self.schedule = BatchSchedule(train.batch_size, stages)
         self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
+        self.has_preferences = any(stream.is_preference for stream in self._streams)
+        self.side_names = tuple(sorted(_value_names(self._streams)))
         self.packed = self._pack(self._streams)
         # Weights in the dataset's order of sources. Raises DataError when the names differ.
         by_name = {source.name or source.kind: source.weight for source in data.sources}
@@ -169,12 +173,13 @@ class Batches:
         inputs = np.full(shape, self.dataset.end, dtype=np.int64)
         targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
-        return Microbatch(inputs, targets, documents, [], 0)
+        side = {name: np.zeros(shape, dtype=np.float32) for name in self.side_names}
+        return Microbatch(inputs, targets, documents, [], 0, side)
 
     def blank_hash(self, samples: int) -> str:
         """The ledger hash of so many skipped samples."""
         blank = self.blank_microbatch(samples)
-        return fed_hash(blank.inputs, blank.targets)
+        return fed_hash(blank.inputs, blank.targets, blank.side)
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
@@ -245,7 +250,8 @@ class Batches:
         return [file for stream in (*validation, *chat) for file in stream.files]
 
     def _pack(self, streams: Streams) -> Packed:
-        room = self.sequence_length + 1
+        # The last token of a window is no input, and a reward is read at a row's last token.
+        room = self.sequence_length + (0 if self.has_preferences else 1)
         return tuple(
             PackedSamples(stream, room, self._long_rows) if stream.is_chat else None
             for stream in streams
@@ -261,7 +267,8 @@ class Batches:
     def _empty_error(self, name: str, stream: TokenStream) -> DataError:
         what, remedy = "has less than two tokens of training text", "give it more text"
         if stream.is_chat:
-            what = f"has no row of {self.sequence_length + 1} tokens or fewer"
+            room = self.sequence_length + (0 if stream.is_preference else 1)
+            what = f"has no row of {room} tokens or fewer"
             remedy = "raise data.sequence_length, or set data.chat.long_rows: cut"
         return DataError(f"source {name!r} {what}", where=self.dataset.place, remedy=remedy)
 
@@ -273,12 +280,16 @@ class Batches:
         window = np.full((len(source), length + 1), end, dtype=np.int64)
         held = np.empty(len(source), dtype=np.int64)
         ends, carries = {}, {}  # of the rows with chat data
+        side = {name: np.zeros((len(source), length), np.float32) for name in self.side_names}
         for row, (s, k) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
             if (rows := packed[s]) is not None:
                 one = rows.sample(k)
                 held[row] = len(one.tokens)
                 window[row, : len(one.tokens)] = one.tokens
                 ends[row], carries[row] = one.ends, one.mask
+                if one.values is not None:
+                    values = np.repeat(one.values, one.lengths)[:length]
+                    side[_value_name(streams[s])][row, : len(values)] = values
                 continue
             tokens = streams[s].read(k * length, (k + 1) * length + 1)
             held[row] = len(tokens)
@@ -300,7 +311,16 @@ class Batches:
         tokens = (
             total_weight(targets) if self._is_weighted else int((targets != MASKED_TARGET).sum())
         )
-        return Microbatch(inputs, targets, documents, [], tokens)
+        return Microbatch(inputs, targets, documents, [], tokens, side)
+
+
+def _value_name(stream: TokenStream) -> str:
+    """What the values of a stream's documents are."""
+    return "margin" if stream.rows == "preference" else "label"
+
+
+def _value_names(streams: Streams) -> set[str]:
+    return {_value_name(s) for s in streams if s.has_values}
 
 
 def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:

@@ -44,18 +44,22 @@ def _describe_cache(dataset: Dataset) -> Iterator[str]:
 def _describe_packing(batches: Batches) -> Iterator[str]:
     """The rows of chat data in a sample, and those that are too long for one."""
     room = batches.sequence_length + 1
-    for name, rows in zip(batches.dataset.source_names, batches.packed, strict=True):
+    streams = batches.dataset.streams("train")
+    for name, rows, stream in zip(
+        batches.dataset.source_names, batches.packed, streams, strict=True
+    ):
         if rows is None:
             continue
+        what = "pairs" if stream.rows == "preference" else "rows"
         full = rows.tokens / (rows.count * room)
         yield (
-            f"{name}: {len(rows.rows):,} rows in {rows.count:,} samples, which they fill to "
+            f"{name}: {len(rows.rows):,} {what} in {rows.count:,} samples, which they fill to "
             f"{full:.0%}"
         )
         if rows.left_out or rows.cut:
             yield (
                 f"{name}: longer than data.sequence_length {batches.sequence_length}: "
-                f"{rows.left_out:,} rows are left out and {rows.cut:,} cut (data.chat.long_rows)"
+                f"{rows.left_out:,} {what} are left out and {rows.cut:,} cut (data.chat.long_rows)"
             )
 
 

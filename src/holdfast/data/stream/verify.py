@@ -7,7 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.core.data.permutation import Permutation
-from holdfast.data.stream.dataset import FORMAT, REMAKE_REMEDY, Dataset, file_checksum_or_none
+from holdfast.data.stream.dataset import (
+    FORMAT_OF_WEIGHTS,
+    REMAKE_REMEDY,
+    Dataset,
+    file_checksum_or_none,
+)
 from holdfast.data.stream.node_cache import NodeCache
 from holdfast.data.stream.shards import Shard, ShardFile
 from holdfast.errors import DataError
@@ -92,7 +97,7 @@ def _shard_inconsistencies(dataset: Dataset, shard: Shard) -> list[str]:
     if shard.mask_xxh3:  # documents end as the template ends them
         ends = np.sort(starts[1:])
         mask = np.fromfile(dataset.path(shard.mask_file), dtype=np.uint8)
-        if int(mask.max()) > 1 and dataset.manifest["format"] < FORMAT:
+        if int(mask.max()) > 1 and dataset.manifest["format"] < FORMAT_OF_WEIGHTS:
             return [f"{dataset.folder / shard.mask_path}: a weight is neither 0 nor 1"]
     else:
         ends = np.flatnonzero(tokens == dataset.end) + 1
