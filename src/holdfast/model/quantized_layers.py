@@ -1,4 +1,4 @@
-"""torchao's settings of rounded weights (`train.qat`, `holdfast export --quantize`)."""
+"""torchao's settings of rounded weights (`train.qat`, `holdfast export RUN --to FOLDER --quantize int4`)."""
 
 from __future__ import annotations
 

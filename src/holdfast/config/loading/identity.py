@@ -65,7 +65,7 @@ LATER_KEYS = frozenset(
             *("samples", "temperature", "top_p", "version"),
         ),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
-        "train": ("deterministic", "loss_chunk"),
+        "train": ("deterministic", "keep_zeros", "loss_chunk", "qat"),
         "train.optimizer": (
             *("adamw_for", "adjust_rate", "args", "beta2_decay", "clip_threshold"),
             *("groups", "layouts", "momentum", "name", "nesterov"),
