@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.data.read.weight_files import weights_checksum
+from holdfast.data.stream.batch import ValidationSet
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.training.engine.lora_task import LoraTask
 from holdfast.training.engine.objective import NextTokenObjective
@@ -34,7 +35,8 @@ from tests.support.layouts import (
 from tests.support.marks import in_campaign
 from tests.support.models import decoder as made_decoder
 from tests.support.preferences import loaded, preference_rows
-from tests.support.ranks import RankContext, rank_values
+from tests.support.ranks import RankContext, rank_values, run_ranks
+from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for
 from tests.support.tiny_training import digest
 
 STEPS, LENGTH = 3, 24
@@ -187,3 +189,67 @@ def test_each_layout_gives_the_curve_of_one_worker(tmp_path: Path, name: str, ki
         assert want["losses"][0] == pytest.approx(np.log(2), rel=1e-12)
     assert "rewards/chosen" in want["metrics"][0]
     assert np.isfinite(want["losses"]).all()
+
+
+class PreferenceData:
+    """What a session asks of `Batches`."""
+
+    def __init__(self, task: DecoderTask) -> None:
+        self._task = task
+
+    def microbatch(self, step: int, leaf: int, part: int = 0, parts: int = 1) -> TensorMicrobatch:
+        read = preference_rows(step, leaf, 4, VOCABULARY, LENGTH, part, parts)
+        return loaded(read, self._task)
+
+    def validation(self, samples: int) -> ValidationSet:
+        return ValidationSet([], 0, 1.0)
+
+
+class PreferenceSurvivor(Survivor):
+    """A process that trains on preferences."""
+
+    def configured(self, name: str, microbatches: int) -> Any:
+        size = {"train__batch_size": 4 * microbatches, "train__steps": 50}
+        config = _config("dpo", **{"model__layers": 2, **case(name).changes, **size})
+        self.data = PreferenceData(DecoderTask(config))
+        return config
+
+
+def _survive(rank: RankContext, victim: int, when: str) -> dict[str, Any]:
+    made = PreferenceSurvivor(rank, "dp3")
+    made.begin(topology_for("dp3", 1))
+    Deadly(made, victim, DIES, when)
+    made.lose(LAST)
+    made.recover(topology_for("dp2", 2), [r for r in range(3) if r != victim])
+    made.train(LAST)
+    return made.result()
+
+
+def _alone(rank: RankContext) -> dict[str, Any]:
+    made = PreferenceSurvivor(rank, "one")
+    made.begin(topology_for("one", 1))
+    made.train(LAST)
+    return made.result()
+
+
+@pytest.mark.parametrize(
+    ("when", "victim"),
+    [
+        ("told 1", 0),
+        *(in_campaign(when, 2) for when in ("forward", "backward", "whole")),
+        *(in_campaign(when, 0) for when in ("voted", "applied")),
+    ],
+)
+def test_a_lost_replica_changes_no_bit_of_losses_and_metrics(when: str, victim: int) -> None:
+    """A step that is reported by a survivor has the same means."""
+    results = run_ranks(_survive, 3, {"victim": victim, "when": when}, dies={victim: "SIGKILL"})
+    for result in results:
+        assert result.rank == victim or result.exit == 0, result.log
+    found = [result.value for result in results if result.value]
+    (alone,) = rank_values(_alone, 1)
+    assert len(found) == 2
+    for value in found:
+        assert (value["curve"], value["digest"]) == (alone["curve"], alone["digest"])
+        for what, step, numbers in value["events"]:
+            assert what == "fed" or numbers == alone["curve"][str(step)]
+    assert len(alone["curve"]["1"]) == 8
