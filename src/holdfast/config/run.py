@@ -212,6 +212,11 @@ class RunConfig(Section):
                 f"objective.kind {kind} needs complete rows, and layout.cp cuts them: use "
                 "layout.cp 1, and tp or pp"
             )
+        if self.layout.is_asynchronous:
+            yield (
+                f"objective.kind {kind} does not work with layout.schedule "
+                f"{self.layout.schedule}, whose passes overlap steps: use layout.schedule 1f1b"
+            )
         if self.data.attention != "document":
             yield (
                 f"objective.kind {kind} has several rows in a sample, which must not see each "

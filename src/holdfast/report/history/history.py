@@ -58,11 +58,12 @@ class StepPoint:
     learning_rate: float
     seconds: float
     unit: str = "tokens"  # that `tokens` counts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of an objective's sums
 
     @property
     def loss_unit(self) -> str:
         """What the loss is a mean of."""
-        return "nats per token" if self.unit == "tokens" else "per sample"
+        return "nats per token" if self.unit == "tokens" else f"per {self.unit.removesuffix('s')}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class EvaluationPoint:
     bits_per_byte: float | None
     tokens: float
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # as of `StepPoint`
 
 
 @dataclass(frozen=True)
@@ -360,6 +362,7 @@ class _HistoryBuilder:
                     event.bits_per_byte,
                     event.tokens,
                     event.seconds,
+                    event.metrics,
                 )
         else:
             self._checkpoint(record, elapsed)
@@ -406,6 +409,7 @@ class _HistoryBuilder:
             event.learning_rate,
             event.seconds,
             event.unit,
+            event.metrics,
         )
         if counts:
             self.exchanges.add(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.events import (
@@ -71,6 +71,7 @@ class RunProgress:
     learning_rate: float = float("nan")
     tokens_per_second: float = 0.0
     unit: str = "tokens"  # that it counts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of the newest step
     workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost, held
     nodes: dict[str, bool] = field(default_factory=dict)  # all that ever took part -> does it now
     spares: set[str] = field(default_factory=set)  # nodes that wait for a place
@@ -128,7 +129,7 @@ class RunProgress:
             self.state = "training"
             self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
-        self.unit = event.unit
+        self.unit, self.metrics = event.unit, event.metrics
         self._pace.append((at, event.step))
         if event.seconds > 0:
             rate = event.tokens / event.seconds

@@ -121,7 +121,9 @@ def _curve_axes(history: History, frame: _CurveFrame) -> str:
         parts.append(text(x(value), frame.bottom + 18, format_count(round(value)), class_="mid"))
     parts.append(text(right, frame.bottom + 32, "steps", class_="end"))
     parts.append(_token_axis(history.steps, frame))
-    label = "nats per token" if history.unit == "tokens" else "loss per sample"
+    label = "nats per token"
+    if history.unit != "tokens":
+        label = f"loss per {history.unit.removesuffix('s')}"
     parts.append(text(0, 12, label))
     parts.append(line(left, frame.bottom, right, frame.bottom, class_="axis"))
     return "".join(parts)
@@ -207,6 +209,22 @@ def small_charts(history: History) -> str:
                 True,
             )
         )
+    return f'<div class="small">{"".join(drawings)}</div>'
+
+
+def objective_charts(history: History) -> str:
+    """Return a drawing of each mean of the run's objective."""
+    steps = thin_points(history.steps, SMALL.max_points, _finite_norm)
+    names = dict.fromkeys(name for point in history.steps for name in point.metrics)
+    drawings = [
+        _chart(
+            name,
+            history,
+            [[_point(p, p.metrics[name], name) for p in steps if name in p.metrics]],
+            _short,
+        )
+        for name in names
+    ]
     return f'<div class="small">{"".join(drawings)}</div>'
 
 

@@ -49,7 +49,8 @@ class NextTokenObjective(nn.Module):
 
     loss: a function of log-probabilities instead of the next token's cross entropy
     (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
-    vector. temperature: the logits of such a loss are divided by it.
+    vector. temperature: the logits of such a loss are divided by it. gives_log_probabilities: the
+    forward returns those of the targets instead [B, S].
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
@@ -65,6 +66,7 @@ class NextTokenObjective(nn.Module):
     ):
         super().__init__()
         self._chunk, self.loss, self.temperature = chunk, loss, 1.0
+        self.gives_log_probabilities = False
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -112,6 +114,8 @@ class NextTokenObjective(nn.Module):
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
+        if self.gives_log_probabilities:
+            return self._log_probabilities(hidden, targets)[0]
         if self.loss is not None:
             return self._loss_of(self.loss, hidden, targets, documents, side)
         ids, scale = targets.flatten(), None
