@@ -200,7 +200,9 @@ class RunFailed(Event, kind="run_failed"):
 
 
 # --- training -------------------------------------------------------------------------------
-class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at", "exchanges"}):
+class StepDone(
+    Event, kind="step_done", absent_if_empty={"skipped_at", "exchanges", "metrics", "counts"}
+):
     """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
 
     loss: float  # nats per token, mean over the global batch
@@ -213,10 +215,14 @@ class StepDone(Event, kind="step_done", absent_if_empty={"skipped_at", "exchange
     skipped_at: float = 0.0  # fp16: the loss scale of gradients that overflowed; 0: not skipped
     exchanges: dict[str, list[float]] = field(default_factory=dict)
     """Kind of exchange -> [seconds under way, seconds for which the passes waited]; CPUs only."""
+    metrics: dict[str, float] = field(default_factory=dict)  # means of an objective's sums
+    counts: str = ""  # what `tokens` counts, if it is neither tokens nor samples: pairs, rows
 
     @property
     def unit(self) -> str:
         """What `tokens` counts: samples, if each counts for one."""
+        if self.counts:
+            return self.counts
         return "samples" if self.tokens == self.samples else "tokens"
 
 
@@ -257,11 +263,12 @@ class BatchFed(Event, kind="batch_fed"):
     entries: list[dict[str, Any]]
 
 
-class Evaluated(Event, kind="evaluated"):
+class Evaluated(Event, kind="evaluated", absent_if_empty={"metrics"}):
     loss: float  # nats per token, or as a task counts
     bits_per_byte: float | None  # None: the data is no text
     tokens: float
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # as in `StepDone`
 
 
 class NonFinite(Event, kind="non_finite"):
@@ -477,6 +484,23 @@ class ShardAwaited(Event, kind="shard_awaited"):
         return f"{self.key} of the dataset, which rank {self.rank} waited for, is here"
 
 
+class ReferenceProgress(Event, kind="reference_progress", absent_if_empty={"digest"}):
+    """Log-probabilities under the reference model are computed, or are complete."""
+
+    key: str  # the folder below `reference` of the dataset
+    done: int  # pieces that are stored
+    pieces: int
+    seconds: float  # since this generation looked at them
+    digest: str = ""  # of all pieces, once they are complete
+
+    @property
+    def text(self) -> str:
+        what = f"reference log-probabilities {self.key}"
+        if self.digest:
+            return f"{what}: complete ({self.pieces:,} pieces, digest {self.digest})"
+        return f"{what}: {self.done:,} of {self.pieces:,} pieces are stored, computing the rest"
+
+
 def to_json(record: Record) -> dict[str, Any]:
     """A flat, JSON-safe dictionary; the event's fields stand beside the envelope's."""
     kind, body = record.event.kind, record.event.body
@@ -496,3 +520,27 @@ def event_from_json(kind: str, value: Mapping[str, Any]) -> Event:
     cls = _KINDS[kind]
     known = {f.name for f in fields(cls)}
     return cls(**{k: v for k, v in value.items() if k in known})
+
+
+class RoleMissing(Event, kind="role_missing"):
+    """No actor, or no scorer, answers. The trainers do its work until one does."""
+
+    role: str  # actor or scorer
+    rank: int  # that noticed it
+
+    @property
+    def text(self) -> str:
+        """What to tell the user."""
+        work = "generate" if self.role == "actor" else "rate completions"
+        return (
+            f"no {self.role} answers, so the trainers {work} themselves: the same bits, but later "
+            f"(rollout.{self.role}s)"
+        )
+
+
+class RoleExited(Event, kind="role_exited"):
+    """A process of an actor or a scorer has exited. Another one takes its place."""
+
+    name: str
+    node: str
+    exit_code: int  # below 0: the signal that killed it

@@ -13,7 +13,7 @@ it has applied. `Deadly` makes one rank die at a point:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -51,6 +51,7 @@ class Entered:
     documents: torch.Tensor | None
     tokens: int
     entries: list[dict[str, Any]]
+    side: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Data:
@@ -261,10 +262,10 @@ class Deadly:
         setattr(engine_module, name, make(getattr(engine_module, name)))
 
     def _marked(self, meet: Any) -> Any:
-        def marking(groups: Any, verdict: Any) -> Any:
+        def marking(groups: Any, verdict: Any, sums: int) -> Any:
             if verdict is not None and self.survivor.engine.step == self.step:
                 self.survivor.rank.mark("heard")
-            return meet(groups, verdict)
+            return meet(groups, verdict, sums)
 
         return marking
 

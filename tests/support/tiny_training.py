@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,7 @@ class Fed:
     targets: torch.Tensor
     documents: torch.Tensor | None
     tokens: int
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def feed(

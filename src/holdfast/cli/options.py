@@ -53,7 +53,9 @@ def named_argument(name: str, text: str) -> Path:
 RunArgument = Annotated[
     Path,
     typer.Argument(
-        help="run folder or bucket, or the run file it was started with", parser=run_path
+        help="run folder or bucket, or the run file it was started with; "
+        "key=value may follow a run file",
+        parser=run_path,
     ),
 ]
 

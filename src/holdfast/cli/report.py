@@ -211,7 +211,7 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
     None, with a message, if the run's dataset no longer exists."""
     config = run.config
-    if config.task.has_own_data or run.is_simulated:
+    if config.has_own_data or run.is_simulated:
         return None  # its data is no text, or it had none
     try:
         dataset = open_dataset(run.dataset_location, config.data)

@@ -27,7 +27,7 @@ from holdfast.data.read.vocabulary import (
     read_neighbours,
 )
 from holdfast.data.stream.dataset import exists, read_manifest
-from holdfast.errors import CheckpointError, HoldfastError
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 from holdfast.launch.run.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -159,6 +159,13 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     from holdfast.export.adapters import run_weights
     from holdfast.model.decoder import Decoder
 
+    if not run.config.model.has_language_head:
+        raise ConfigError(
+            "a reward model writes no text",
+            where="objective.kind",
+            remedy="export it with holdfast export, and open it as "
+            "AutoModelForSequenceClassification",
+        )
     weights = run_weights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)

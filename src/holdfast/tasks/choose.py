@@ -21,7 +21,7 @@ from holdfast.tasks.task.batches import TaskBatches
 from holdfast.tasks.task.loading import source_digest
 from holdfast.tasks.task.own import OwnTask
 from holdfast.tasks.task.task import Task
-from holdfast.training.engine.task import DecoderTask, EngineTask
+from holdfast.training.engine.task import DecoderTask, EngineTask, OpenBatches
 
 
 def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTask:
@@ -32,25 +32,39 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
     task = _load_same(config, device) if config.task.name else None
     if isinstance(task, Script):
         return ScriptEngineTask(task, config)
-    user = load_user_parts(config)
+    user, source = load_user_parts(config), open_source(config)
     if task is not None:
         return OwnTask(task, config, user)
     if not config.lora.rank:
-        return DecoderTask(config, user)
+        return DecoderTask(config, user, source)
     from holdfast.training.engine.lora_task import (
         LoraTask,  # only if needed: it reads folders of models
     )
 
-    return LoraTask(config, user)
+    return LoraTask(config, user, source)
+
+
+def open_source(config: RunConfig) -> OpenBatches | None:
+    """Return what opens the decoder's batches; None: its token dataset has them."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return lambda dataset: RolloutBatches(config)
+    return None
 
 
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
     """Return a run's batches, and what is wrong with the files of its data. dataset: the location
     of the prepared dataset. Raises UserError."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return RolloutBatches(config), []
     if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
     opened = open_dataset(dataset, config.data)
-    batches = Batches(opened, config.data, config.train, config.seed)
+    key = config.objective.reference.key
+    batches = Batches(opened, config.data, config.train, config.seed, reference=key)
     return batches, find_problems(opened)
 
 

@@ -25,7 +25,7 @@ from holdfast.data.read.chat_documents import (
 from holdfast.data.read.chat_render import ChatTemplate
 from holdfast.data.read.chat_templates import BY_KEY
 from holdfast.data.read.vocabulary import load_tokenizer
-from holdfast.data.stages.chat_tokens import encode_documents
+from holdfast.data.stages.chat_tokens import encode_rows
 from holdfast.errors import DataError
 from tests.support.chat import (
     CHATML,
@@ -186,7 +186,7 @@ def test_masks_are_those_of_transformers(tmp_path: Path) -> None:
     for seed in range(12):
         talk = conversation(seed, 1 + seed % 3)
         text = read({"messages": talk}, BY_KEY["chatml"]).encode()
-        (found,) = encode_documents([text], ours, None, 0)  # type: ignore[arg-type]
+        ((found,),) = (row.documents for row in encode_rows([text], ours, None, 0))  # type: ignore[arg-type]
         wanted = theirs.apply_chat_template(
             talk, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
         )
@@ -403,12 +403,12 @@ def test_offsets_without_white_space_give_the_same_mask(tmp_path: Path) -> None:
     trimmed = load_tokenizer(folder / "tokenizer.json")
     texts = [read({"messages": conversation(seed, 2)}).encode() for seed in range(8)]
     for a, b in zip(
-        encode_documents(texts, plain, None, 0),  # type: ignore[arg-type]
-        encode_documents(texts, trimmed, None, 0),  # type: ignore[arg-type]
+        encode_rows(texts, plain, None, 0),  # type: ignore[arg-type]
+        encode_rows(texts, trimmed, None, 0),  # type: ignore[arg-type]
         strict=True,
     ):
-        assert np.array_equal(a.ids, b.ids)
-        assert np.array_equal(a.mask, b.mask)
+        assert np.array_equal(a.documents[0].ids, b.documents[0].ids)
+        assert np.array_equal(a.documents[0].mask, b.documents[0].mask)
 
 
 # --- templates and masks of public reports --------------------------------------------------------

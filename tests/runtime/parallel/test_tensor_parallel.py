@@ -373,7 +373,7 @@ def bytes_of(
     n, tokens, item = group.size(), BATCH * SEQUENCE, 8
     shape = residual_shape(BATCH, SEQUENCE, model.dim, n, sequence_parallel)
     incoming = None if first else torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    out = objective(*given, incoming)
+    out = objective(*given, incoming=incoming)
     out.backward(torch.ones_like(out))
     sums = 8 * model.layers + 2 * first + 2 * last
     formula = (n - 1) / n * tokens * model.dim * item * sums

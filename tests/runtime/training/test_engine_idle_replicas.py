@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Rows:
     inputs: np.ndarray[Any, np.dtype[np.int64]]
     targets: np.ndarray[Any, np.dtype[np.int64]]
     documents: None = None
+    side: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
 
 class Text:

@@ -117,7 +117,7 @@ def test_dropout_is_the_same_where_blocks_are_run_again(rank: RankContext) -> No
         made = _engine(config, rank, policy)
         train_state(made)
         fed = feed(1, 0)
-        loss = made.objective(fed.inputs, fed.targets, None, 7)
+        loss = made.objective(fed.inputs, fed.targets, None, {}, 7)
         torch.rand(3)
         loss.backward()
         gradients = [p.grad.clone() for p in made.objective.parameters() if p.grad is not None]

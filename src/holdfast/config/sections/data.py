@@ -10,6 +10,7 @@ from pydantic import Field, PrivateAttr
 from holdfast.config.sections.base import Branch, InPlace, Section
 
 CHAT_KINDS = ("jsonl", "parquet", "huggingface")
+PREFERENCE_ROWS = ("preference", "unpaired_preference")
 
 
 class SourceConfig(Section):
@@ -24,9 +25,11 @@ class SourceConfig(Section):
     path: str | None = None
     """file, folder or glob; huggingface: folder or dataset's name"""
     field: str = Field("text", description="field of JSON, or column, that holds the text")
-    rows: Literal["text", "messages", "sharegpt", "instruction", "prompt"] = "text"
+    rows: Literal[
+        "text", "messages", "sharegpt", "instruction", "prompt", "preference", "unpaired_preference"
+    ] = "text"
     """text: a row's text is in `field`; the other forms are chat data, with loss on the replies:
-    docs/guide/fine-tuning.md"""
+    docs/guide/fine-tuning.md, and of the last two docs/guide/preference-data.md"""
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
     _place: str | None = PrivateAttr(None)
@@ -127,6 +130,10 @@ class DataConfig(Section):
     def has_chat(self) -> bool:
         return any(source.is_chat for source in self.sources)
 
+    @property
+    def has_preferences(self) -> bool:
+        return any(source.rows in PREFERENCE_ROWS for source in self.sources)
+
     def broken_rules(self) -> Iterator[str]:
         if not self.has_chat:
             return
@@ -135,5 +142,13 @@ class DataConfig(Section):
                 "attention full lets a conversation see the one packed before it: "
                 "use attention: document"
             )
+        if self.has_preferences and (len({source.rows for source in self.sources}) > 1):
+            forms = ", ".join(sorted({source.rows for source in self.sources}))
+            yield (
+                f"sources[].rows are {forms}: rows of preferences stand alone: use one form for "
+                "all sources"
+            )
+        if self.has_preferences and self.chat.weights:
+            yield "chat.weights true has no meaning for rows of preferences: leave it out"
         if self.tokenizer.path is None:
             yield "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"

@@ -2,7 +2,7 @@
 
 Best-fit decreasing: rows are taken from the longest to the shortest, and each goes into the fullest
 sample that has room for it (Johnson, 1973). Rows of one length are placed together, so millions of
-rows take seconds. The packing follows from the lengths alone.
+rows take seconds. The packing follows from the lengths alone. A pair is one row of two documents.
 """
 
 from __future__ import annotations
@@ -21,37 +21,54 @@ class MaskedStream(Protocol):
     def read(self, start: int, stop: int) -> NDArray[Any]: ...
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]: ...
     def document_starts(self) -> NDArray[np.int64]: ...
+    def document_values(self) -> NDArray[np.float32] | None: ...
+
+    @property
+    def documents_per_row(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class PackedSample:
-    """tokens [n]; mask [n]: 1 for tokens that carry loss; ends [n]: True for the last of a row."""
+    """tokens [n]; mask [n]: 1 for tokens that carry loss; ends [n]: True for the last of a
+    document. starts, lengths [documents]: where each lies in the stream. values [documents]: see
+    `chat_tokens.RowTokens`."""
 
     tokens: NDArray[Any]
     mask: NDArray[np.uint8]
     ends: NDArray[np.bool_]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    values: NDArray[np.float32] | None = None
 
 
 class PackedSamples:
-    """The samples of one stream, of at most `room` tokens each. left_out, cut: rows that are longer
-    and are left out, or cut. A row whose rest carries no loss is left out too."""
+    """The samples of one stream, of at most `room` tokens each. A row has one document, or the two
+    of a pair, which share a sample. left_out, cut: rows that are longer and are left out, or cut:
+    each document to its share of `room`. A row is left out too if the rest of a document carries no
+    loss."""
 
     def __init__(self, stream: MaskedStream, room: int, long_rows: Literal["leave_out", "cut"]):
         self._stream = stream
         starts = stream.document_starts()
-        lengths = np.diff(starts)
-        is_long = lengths > room
+        lengths = np.diff(starts).reshape(-1, stream.documents_per_row)
+        starts = starts[:-1].reshape(lengths.shape)
+        is_long = lengths.sum(axis=1) > room
         kept = ~is_long
         if long_rows == "cut":
+            share = room // stream.documents_per_row
+            lengths[is_long] = np.minimum(lengths[is_long], share)
             for row in np.flatnonzero(is_long).tolist():
-                begin = int(starts[row])
-                kept[row] = bool(stream.read_mask(begin + 1, begin + room).any())
+                kept[row] = all(
+                    stream.read_mask(begin + 1, begin + size).any()
+                    for begin, size in zip(starts[row].tolist(), lengths[row].tolist(), strict=True)
+                )
         self.rows = np.flatnonzero(kept)
         self.cut = int((kept & is_long).sum())
         self.left_out = int((~kept).sum())
-        self._starts = starts[:-1][kept]
-        self._lengths = np.minimum(lengths[kept], room)
-        bins = pack(self._lengths, room)
+        values = stream.document_values()
+        self._values = None if values is None else values.reshape(starts.shape)[kept]
+        self._starts, self._lengths = starts[kept], lengths[kept]
+        bins = pack(self._lengths.sum(axis=1), room)
         self._order = np.argsort(bins, kind="stable")
         self._edges = np.searchsorted(bins[self._order], np.arange(int(bins.max(initial=-1)) + 2))
         self.count = len(self._edges) - 1
@@ -59,15 +76,18 @@ class PackedSamples:
 
     def sample(self, index: int) -> PackedSample:
         """The rows of one sample, in the stream's order."""
-        chosen = self._order[self._edges[index] : self._edges[index + 1]].tolist()
+        chosen = self._order[self._edges[index] : self._edges[index + 1]]
+        starts, lengths = self._starts[chosen].ravel(), self._lengths[chosen].ravel()
         tokens, masks = [], []
-        for row in chosen:
-            start, stop = int(self._starts[row]), int(self._starts[row] + self._lengths[row])
+        for start, stop in zip(starts.tolist(), (starts + lengths).tolist(), strict=True):
             tokens.append(self._stream.read(start, stop))
             masks.append(self._stream.read_mask(start, stop))
-        ends = np.zeros(sum(map(len, tokens)), dtype=np.bool_)
-        ends[np.cumsum([len(one) for one in tokens]) - 1] = True
-        return PackedSample(np.concatenate(tokens), np.concatenate(masks), ends)
+        ends = np.zeros(int(lengths.sum()), dtype=np.bool_)
+        ends[np.cumsum(lengths) - 1] = True
+        values = None if self._values is None else self._values[chosen].ravel()
+        return PackedSample(
+            np.concatenate(tokens), np.concatenate(masks), ends, starts, lengths, values
+        )
 
 
 def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:

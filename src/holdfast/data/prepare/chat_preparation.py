@@ -11,15 +11,15 @@ import numpy as np
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.read import vocabulary
-from holdfast.data.read.chat_borders import ChatNotes
+from holdfast.data.read.chat_borders import MARGIN, ChatNotes
 from holdfast.data.read.chat_format import compile_templates, read_chat_format, special_tokens
 from holdfast.data.read.chat_templates import TEMPLATE_FILE, joined
 from holdfast.data.read.files import write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
-from holdfast.data.stages.chat_gate import check_masks
+from holdfast.data.stages.chat_gate import ShownDocument, check_masks, titles
 from holdfast.data.stages.chat_tokens import ChatCounts
 from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_notes, read_tokens
-from holdfast.data.stream.dataset import FORMAT
+from holdfast.data.stream.dataset import FORMAT, FORMAT_OF_WEIGHTS
 from holdfast.errors import DataError
 
 PathOf = Callable[[str, Unit], Path]  # (stage, unit) -> its result
@@ -43,6 +43,7 @@ class ChatPreparation:
 
     def __init__(self, config: DataConfig):
         self.format = read_chat_format(config)
+        self.has_preferences = config.has_preferences
         self.stop: dict[str, int] = {}
         if self.format is not None:
             compile_templates(self.format, config.chat.template_kwargs)
@@ -54,13 +55,23 @@ class ChatPreparation:
         """A dataset of texts alone, or without weights, can be read by older programs."""
         if self.format is None:
             return 1
-        return FORMAT if self.format.weights else FORMAT - 1
+        if self.has_preferences:
+            return FORMAT
+        return FORMAT_OF_WEIGHTS if self.format.weights else FORMAT_OF_WEIGHTS - 1
 
     def notes(self, plan: SourcePlan, path_of: PathOf) -> Iterator[str]:
         """Lines about what the rows of a source say that is not trained on."""
         notes = ChatNotes()
         for unit in plan.units:
             notes.merge(read_notes(path_of("scan", unit)))
+        margins = notes.seen.get(MARGIN, {})
+        if len(margins) > 1:
+            (given, _), (missing, where) = margins["given"], margins["missing"]
+            raise DataError(
+                f"{missing:,} pairs have no margin, and {given:,} have one",
+                where=f"source {plan.name!r}: {where}",
+                remedy="give each pair of a source one, or none",
+            )
         for line in notes.lines():
             yield f"{plan.name}: {line}"
 
@@ -85,8 +96,14 @@ class ChatPreparation:
                     where=f"source {plan.name!r}",
                     remedy="look at data.chat.train_on, and at the template",
                 )
-            cut = int(first.lengths[0])
-            sample = np.array(first.tokens[:cut]), np.array(first.mask[:cut])
+            named = titles(
+                plan.units[0].rows, [] if first.values is None else first.values.tolist()
+            )
+            row, _ = first.cut(len(named))
+            assert row.mask is not None
+            ends = np.cumsum(row.lengths)[:-1]
+            parts = zip(np.split(row.tokens, ends), np.split(row.mask, ends), named, strict=True)
+            sample = [ShownDocument(np.array(i), np.array(m), title) for i, m, title in parts]
             counts = _sum(paths, SPLITS)
             yield from check_masks(plan.name, counts, sample, tokenizer, self.stop, special)
 

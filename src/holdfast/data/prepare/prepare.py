@@ -39,8 +39,9 @@ from holdfast.data.prepare.dataset_match import (
 )
 from holdfast.data.prepare.remote_prepare import upload_dataset
 from holdfast.data.read import vocabulary
-from holdfast.data.read.chat_documents import ChatDocument
+from holdfast.data.read.chat_documents import RowDocuments
 from holdfast.data.read.files import canonical_json, checksum, explain_os_errors, write_atomic
+from holdfast.data.read.preference_rows import DOCUMENTS
 from holdfast.data.read.sources import SourcePlan, Unit, plan_source, read_unit
 from holdfast.data.read.tokenizer_border import check_tokenizer_files, compare_ids
 from holdfast.data.read.tokenizer_check import PROBE_BYTES, check_tokenizer
@@ -335,7 +336,11 @@ class _Preparation:
                 texts = read_unit(unit, limit, xxh3_128())
                 chosen = (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
                 if unit.is_chat:
-                    chosen = (ChatDocument.decode(text).text for text in chosen)
+                    chosen = (
+                        document.text
+                        for text in chosen
+                        for document in RowDocuments.decode(text).documents
+                    )
                 yield from chain.from_iterable(cut_text(text) for text in chosen)
 
     def _tokenise(
@@ -381,8 +386,11 @@ class _Preparation:
                     i,
                     [self._path("tokens", u) for u in plan.units],
                     self.config.shard_tokens,
+                    DOCUMENTS.get(source.rows, 1),
                 )
-                for i, plan in enumerate(self.plans)
+                for i, (plan, source) in enumerate(
+                    zip(self.plans, self.config.sources, strict=True)
+                )
             ]
             for split in SPLITS
         }

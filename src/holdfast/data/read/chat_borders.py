@@ -28,7 +28,11 @@ _MEDIA = ("image", "images", "audio", "audios", "video", "videos", "files", "obj
 _STEERING = ("add_generation_prompt", "continue_final_message", "chat_template")
 _ELSEWHERE = ("system", "functions", "function_call", "enable_thinking", "reasoning_effort")
 _PAIRS = ("instruction", "input", "output", "history", "system")
-TWO_TEXTS = "prompt, two texts"
+_PAIR = ("prompt", "chosen", "rejected", "margin")
+_RATED = ("prompt", "completion", "label")
+TEXTS = {"prompt": "prompt, two texts", "preference": "preference, texts"}
+TEXTS |= {"unpaired_preference": "unpaired_preference, texts"}
+"""Form of rows -> its border if a row has texts, which need no template."""
 
 
 def _columns(form: str, *used: str) -> Border:
@@ -42,7 +46,11 @@ COLUMNS = {
     "sharegpt": _columns("sharegpt", "system", *_GIVEN),
     "instruction": _columns("instruction", *_PAIRS, *_GIVEN),
     "prompt": _columns("prompt", "prompt", "completion", *_GIVEN),
-    TWO_TEXTS: _columns(TWO_TEXTS, "prompt", "completion"),
+    TEXTS["prompt"]: _columns(TEXTS["prompt"], "prompt", "completion"),
+    "preference": _columns("preference", *_PAIR, *_GIVEN),
+    TEXTS["preference"]: _columns(TEXTS["preference"], *_PAIR),
+    "unpaired_preference": _columns("unpaired_preference", *_RATED, *_GIVEN),
+    TEXTS["unpaired_preference"]: _columns(TEXTS["unpaired_preference"], *_RATED),
 }
 """By form of rows. A run file names the column of messages."""
 PROMPT_COLUMNS = Border(
@@ -132,7 +140,7 @@ class ChatNotes:
                 yield line
 
 
-LEFT_OUT, TEMPLATE = "left out", "template"
+LEFT_OUT, TEMPLATE, MARGIN = "left out", "template", "margin"
 """Kinds of notes, in addition to the names of borders."""
 
 
@@ -141,7 +149,8 @@ def read_columns(
 ) -> tuple[str, ...]:
     """Return the columns to count. column: of the messages. read: names that the template reads."""
     rest = {name: value for name, value in row.items() if name != column}
-    refuse_loss_keys(rest, where, "the row", *(["weight"] if row.get("weight") == 1 else []))
+    used = (*border.used, *(["weight"] if row.get("weight") == 1 else []))
+    refuse_loss_keys(rest, where, "the row", *used)
     remedy = f"make it a message, put it into {KWARGS} if the template reads it, or leave it out"
     given = (*border.used, *_STEERING, "messages")
     if names := [name for name in rest if name in read and name not in given]:

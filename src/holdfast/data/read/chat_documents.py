@@ -20,19 +20,28 @@ from holdfast.data.read.chat_borders import (
     COLUMNS,
     KWARGS,
     LEFT_OUT,
+    MARGIN,
     MESSAGE_KEYS,
     REPLY,
     TEMPLATE,
     TEMPLATE_KWARGS,
+    TEXTS,
     THOUGHTS,
-    TWO_TEXTS,
     ChatNotes,
     read_columns,
     refuse_role,
 )
 from holdfast.data.read.chat_render import ChatTemplate, Rendered, Span, compiled, has_marks
-from holdfast.data.read.chat_rows import FORMS, Completion, Conversation, field_of
+from holdfast.data.read.chat_rows import Completion, Conversation
 from holdfast.data.read.chat_templates import NAME_THE_TEMPLATE
+from holdfast.data.read.preference_rows import (
+    CHOSEN,
+    FORMS,
+    LEAVE_OUT,
+    REJECTED,
+    Preference,
+    field_of,
+)
 from holdfast.data.read.text_sources import clean_text
 from holdfast.errors import DataError
 
@@ -40,6 +49,8 @@ SHOWN = 60  # characters of a text in a refusal
 TAIL = 40  # characters of a reply that must be found in the text
 NO_REPLY = "have no message to train on"
 EMPTY_REPLY = "have an empty reply"
+IN_A_PREFERENCE = {NO_REPLY: "has no message to train on", EMPTY_REPLY: "is an empty reply"}
+"""What is refused in a row of preferences, where a missing answer changes the pair."""
 SPELLS_TOKEN = "spell a special token in a message"
 FIRST_REPLY = (
     "give it weight: 0, put a message before it, or mark replies with {% generation %} in a copy "
@@ -78,17 +89,47 @@ class ChatDocument:
     is_framed: bool = False
     weights: tuple[int, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        return {key: said for key, said in asdict(self).items() if key != "weights" or said}
+
     def encode(self) -> str:
         """One text for all of it: what is hashed and compared."""
-        value = {key: said for key, said in asdict(self).items() if key != "weights" or said}
-        return json.dumps(value, ensure_ascii=False, sort_keys=True)
+        return _spelt(self.to_json())
 
     @staticmethod
     def decode(text: str) -> ChatDocument:
-        value = parse_json(text)
+        return ChatDocument.from_json(parse_json(text))
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> ChatDocument:
         spans = tuple((int(a), int(b)) for a, b in value["trained"])
         weights = tuple(int(byte) for byte in value.get("weights", ()))
         return ChatDocument(value["text"], spans, bool(value["is_framed"]), weights)
+
+
+@dataclass(frozen=True)
+class RowDocuments:
+    """The documents of one row, which stay together: one, or those of a pair."""
+
+    documents: tuple[ChatDocument, ...]
+    value: float | None = None  # margin of a pair; label, 1 or -1
+
+    def encode(self) -> str:
+        """One text for all of it. A single document without a value is spelt as itself."""
+        if len(self.documents) == 1 and self.value is None:
+            return self.documents[0].encode()
+        answers = [document.to_json() for document in self.documents]
+        return _spelt({"answers": answers, "value": self.value})
+
+    @staticmethod
+    def decode(text: str) -> RowDocuments:
+        value = parse_json(text)
+        answers = value.get("answers", [value])
+        return RowDocuments(tuple(map(ChatDocument.from_json, answers)), value.get("value"))
+
+
+def _spelt(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 class ChatReader:
@@ -100,27 +141,44 @@ class ChatReader:
         self._used: set[tuple[str, str]] = set()  # (role, key) that the template was seen to read
 
     def read(self, value: Any, where: str, *, bare: bool = False) -> str:
-        """A document as `ChatDocument.encode` spells it, or "" for a row that is left out. Raises
+        """A row as `RowDocuments.encode` spells it, or "" for one that is left out. Raises
         DataError for a row of another form, and for a template that does not fit."""
         if not isinstance(value, Mapping):
             raise DataError("the row is no object", where=where, remedy="write one object a row")
-        found = _cleaned(FORMS[self._rows].read(value, self._field, where), where)
-        self._read_columns(value, found, where)
+        found = FORMS[self._rows].read(value, self._field, where)
+        answers = found.answers if isinstance(found, Preference) else (found,)
+        answers = tuple(_cleaned(answer, where) for answer in answers)
+        self._read_columns(value, answers[0], where)
+        documents = [self._document(answer, where) for answer in answers]
+        named = (CHOSEN, REJECTED) if len(answers) > 1 else ("completion",)
+        for name, document in zip(named, documents, strict=True):
+            if isinstance(document, ChatDocument):
+                continue
+            if isinstance(found, Preference) and document in IN_A_PREFERENCE:
+                what = f"{name!r} {IN_A_PREFERENCE[document]}"
+                raise DataError(what, where=where, remedy=LEAVE_OUT)
+            self._notes.add(LEFT_OUT, document, where)
+            return ""
+        kept = tuple(one for one in documents if isinstance(one, ChatDocument))
+        if len(kept) > 1:
+            if kept[0].text == kept[1].text:
+                what = "'chosen' and 'rejected' become the same text"
+                raise DataError(what, where=where, remedy=LEAVE_OUT)
+            self._notes.add(MARGIN, "missing" if found.value is None else "given", where)
+        value_of_row = found.value if isinstance(found, Preference) else None
+        return RowDocuments(kept, value_of_row).encode()
+
+    def _document(self, found: Conversation | Completion, where: str) -> ChatDocument | str:
+        """The document, or the reason why the row is left out."""
         special = self._format.special
         if any(token in text for text in texts_of(vars(found)) for token in special):
-            reason = SPELLS_TOKEN
-        elif isinstance(found, Completion):
-            if found.completion.strip():
-                text = found.prompt + found.completion
-                return ChatDocument(text, ((len(found.prompt), len(text)),), True).encode()
-            reason = EMPTY_REPLY
-        else:
-            document = self._conversation(found, where)
-            if isinstance(document, ChatDocument):
-                return document.encode()
-            reason = document
-        self._notes.add(LEFT_OUT, reason, where)
-        return ""
+            return SPELLS_TOKEN
+        if isinstance(found, Conversation):
+            return self._conversation(found, where)
+        if not found.completion.strip():
+            return EMPTY_REPLY
+        text = found.prompt + found.completion
+        return ChatDocument(text, ((len(found.prompt), len(text)),), True)
 
     def read_prompt(self, row: Mapping[str, Any], where: str) -> str:
         """Return the text of a row's messages, up to where the model begins its reply. Raises
@@ -152,7 +210,7 @@ class ChatReader:
     ) -> None:
         template = self._template(found) if isinstance(found, Conversation) else None
         read, kwargs = template.variables if template else (), getattr(found, "kwargs", {})
-        border = COLUMNS[self._rows if isinstance(found, Conversation) else TWO_TEXTS]
+        border = COLUMNS[self._rows if isinstance(found, Conversation) else TEXTS[self._rows]]
         for name in read_columns(border, row, self._field, read, where):
             self._notes.add(border.name, name, where)
         TEMPLATE_KWARGS.check(kwargs, where, DataError, f"take it out of {KWARGS}")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.read import vocabulary
-from holdfast.data.read.chat_borders import TEMPLATE_KWARGS
+from holdfast.data.read.chat_borders import TEMPLATE_KWARGS, TEXTS
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_render import compiled
 from holdfast.data.read.chat_templates import DEFAULT, TOOL_USE, read_templates
@@ -26,7 +26,7 @@ def read_chat_format(config: DataConfig) -> ChatFormat | None:
         return None
     path = vocabulary.tokenizer_file(config.tokenizer.place)
     tokenizer = vocabulary.load_tokenizer(path)
-    needs_template = any(s.rows not in ("text", "prompt") for s in config.sources)
+    needs_template = any(s.rows not in ("text", *TEXTS) for s in config.sources)
     chat = config.chat
     try:
         named = read_templates(chat.template, chat.template_file, path.parent, chat.template_name)

@@ -45,32 +45,32 @@ class RowForm:
     """columns: the ones that a table must have. field: the default of `field`."""
 
     columns: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], str, str], Conversation | Completion]
+    read: Callable[[Mapping[str, Any], str, str], Any]  # a class of this module, or a Preference
     field: str = ""
 
 
-def _refusal(what: str, where: str, remedy: str) -> DataError:
+def refusal(what: str, where: str, remedy: str) -> DataError:
     return DataError(what, where=where, remedy=remedy)
 
 
-def _text(row: Mapping[str, Any], key: str, where: str, *, needed: bool = True) -> str:
+def text_of(row: Mapping[str, Any], key: str, where: str, *, needed: bool = True) -> str:
     value = row.get(key)
     if value is None and not needed:
         return ""
     if not isinstance(value, str):
         what = "is missing" if value is None else f"is no text but {type(value).__name__}"
-        remedy = _meant(key, row)
-        raise _refusal(f"{key!r} {what}; the row has {sorted(row)}", where, remedy)
+        remedy = meant(key, row)
+        raise refusal(f"{key!r} {what}; the row has {sorted(row)}", where, remedy)
     return value
 
 
-def _meant(key: str, row: Mapping[str, Any]) -> str:
+def meant(key: str, row: Mapping[str, Any]) -> str:
     """The remedy of a row without the key: the key that is spelt almost so, if there is one."""
     near = "" if key in row else nearest_of(key, row)
-    return f"{near!r}: did you mean {key}?" if near else _FORM_REMEDY
+    return f"{near!r}: did you mean {key}?" if near else FORM_REMEDY
 
 
-_FORM_REMEDY = "mend the row, or set rows in data.sources to its form (docs/guide/fine-tuning.md)"
+FORM_REMEDY = "mend the row, or set rows in data.sources to its form (docs/guide/fine-tuning.md)"
 
 
 def _parsed(value: Any, key: str, where: str) -> Any:
@@ -78,7 +78,7 @@ def _parsed(value: Any, key: str, where: str) -> Any:
     try:
         return (parse_json(value) if value.strip() else None) if isinstance(value, str) else value
     except ValueError:
-        raise _refusal(f"{key!r} has a text, and no JSON", where, _FORM_REMEDY) from None
+        raise refusal(f"{key!r} has a text, and no JSON", where, FORM_REMEDY) from None
 
 
 def _objects(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]] | None:
@@ -87,13 +87,13 @@ def _objects(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, 
         given = [_parsed(one, key, where) for one in given]
     if given is None or (isinstance(given, list) and all(isinstance(o, Mapping) for o in given)):
         return given
-    raise _refusal(f"{key!r} is no list of objects", where, _FORM_REMEDY)
+    raise refusal(f"{key!r} is no list of objects", where, FORM_REMEDY)
 
 
-def _list(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+def message_list(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(row.get(key), str | list) or (given := _objects(row, key, where)) is None:
-        raise _refusal(
-            f"{key!r} is no list of messages; the row has {sorted(row)}", where, _meant(key, row)
+        raise refusal(
+            f"{key!r} is no list of messages; the row has {sorted(row)}", where, meant(key, row)
         )
     return given
 
@@ -113,10 +113,10 @@ def _content(value: Any, where: str) -> str:
         for part in value:
             refuse_loss_keys(part, where, "a part of a message")
         return "".join(part["text"] for part in value)
-    raise _refusal("a message's content is no text", where, "leave out rows with other media")
+    raise refusal("a message's content is no text", where, "leave out rows with other media")
 
 
-def _conversation(
+def conversation(
     given: Sequence[Mapping[str, Any]], row: Mapping[str, Any], where: str
 ) -> Conversation:
     """Of messages with `role` and `content`."""
@@ -127,14 +127,14 @@ def _conversation(
             remedy = (
                 "set rows: sharegpt in data.sources"
                 if "from" in message
-                else _meant("role", message)
+                else meant("role", message)
             )
-            raise _refusal(f"a message has no role; it has {sorted(message)}", where, remedy)
+            raise refusal(f"a message has no role; it has {sorted(message)}", where, remedy)
         refuse_loss_keys(message, where, f"message {place + 1}", "weight")
         weight = message.get("weight")
         byte = 1 if weight is None else byte_of(weight)
         if byte is None:
-            raise _refusal(
+            raise refusal(
                 f"a message has weight {weight!r}",
                 where,
                 "use 1, 0 for one without loss, or with data.chat.weights hundredths up to 2.54",
@@ -150,34 +150,34 @@ def _conversation(
         messages.append(read | {"content": _content(message.get("content"), where)})
     kwargs = _parsed(row.get(KWARGS), KWARGS, where) or {}
     if not isinstance(kwargs, Mapping):
-        raise _refusal(f"{KWARGS!r} is no object", where, _FORM_REMEDY)
+        raise refusal(f"{KWARGS!r} is no object", where, FORM_REMEDY)
     tools, documents = (_objects(row, key, where) for key in ("tools", "documents"))
     return Conversation(tuple(messages), weights, nulls, tools, documents, kwargs)
 
 
 def _messages(row: Mapping[str, Any], field: str, where: str) -> Conversation:
-    return _conversation(_list(row, field, where), row, where)
+    return conversation(message_list(row, field, where), row, where)
 
 
 def _sharegpt(row: Mapping[str, Any], field: str, where: str) -> Conversation:
     messages = _system(row, where)
-    for given in _list(row, field, where):
+    for given in message_list(row, field, where):
         role = ROLES_OF_SHAREGPT.get(name := str(given.get("from")))
         if role is None or {"role", "content"} & given.keys():
             near = nearest_of(name, ROLES_OF_SHAREGPT)
-            raise _refusal(
+            raise refusal(
                 f"a message is from {given.get('from')!r}, and the known ones are "
                 f"{', '.join(ROLES_OF_SHAREGPT)}; it has {sorted(given)}",
                 where,
-                f"did you mean {near}?" if near and role is None else _FORM_REMEDY,
+                f"did you mean {near}?" if near and role is None else FORM_REMEDY,
             )
         more = {key: value for key, value in given.items() if key not in ("from", "value")}
-        messages.append({**more, "role": role, "content": _text(given, "value", where)})
-    return _conversation(messages, row, where)
+        messages.append({**more, "role": role, "content": text_of(given, "value", where)})
+    return conversation(messages, row, where)
 
 
 def _system(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    system = _text(row, "system", where, needed=False)
+    system = text_of(row, "system", where, needed=False)
     return [{"role": "system", "content": system}] if system else []
 
 
@@ -186,13 +186,13 @@ def _instruction(row: Mapping[str, Any], field: str, where: str) -> Conversation
     history = _parsed(row.get("history"), "history", where) or []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_text, pair)):
-            raise _refusal("'history' is no list of two texts each", where, _FORM_REMEDY)
+            raise refusal("'history' is no list of two texts each", where, FORM_REMEDY)
         messages.append({"role": "user", "content": pair[0]})
         messages.append({"role": "assistant", "content": pair[1]})
-    parts = [_text(row, "instruction", where), _text(row, "input", where, needed=False)]
+    parts = [text_of(row, "instruction", where), text_of(row, "input", where, needed=False)]
     messages.append({"role": "user", "content": "\n".join(part for part in parts if part)})
-    messages.append({"role": "assistant", "content": _text(row, "output", where)})
-    return _conversation(messages, row, where)
+    messages.append({"role": "assistant", "content": text_of(row, "output", where)})
+    return conversation(messages, row, where)
 
 
 def _is_text(value: Any) -> bool:
@@ -200,17 +200,32 @@ def _is_text(value: Any) -> bool:
 
 
 def _prompt(row: Mapping[str, Any], field: str, where: str) -> Conversation | Completion:
-    kinds = [holds_messages(row.get(key)) for key in ("prompt", "completion")]
-    if kinds[0] != kinds[1]:
-        what = "one of 'prompt' and 'completion' is a list of messages, the other is none"
-        raise _refusal(what, where, _FORM_REMEDY)
-    if not kinds[0]:
-        return Completion(_text(row, "prompt", where), _text(row, "completion", where))
-    first, then = _list(row, "prompt", where), _list(row, "completion", where)
+    return answer(row, "prompt", "completion", where)
+
+
+def answer(row: Mapping[str, Any], prompt: str, key: str, where: str) -> Conversation | Completion:
+    """Columns of a prompt and of what follows it: two texts, or two lists of messages."""
+    kinds = [holds_messages(row.get(name)) for name in (prompt, key)]
+    if kinds[0] != kinds[1] and None not in (row.get(prompt), row.get(key)):
+        what = f"one of {prompt!r} and {key!r} is a list of messages, the other is none"
+        raise refusal(what, where, FORM_REMEDY)
+    if not any(kinds):
+        return Completion(text_of(row, prompt, where), text_of(row, key, where))
+    first, then = message_list(row, prompt, where), message_list(row, key, where)
+    return continued(first, then, row, where)
+
+
+def continued(
+    first: Sequence[Mapping[str, Any]],
+    then: Sequence[Mapping[str, Any]],
+    row: Mapping[str, Any],
+    where: str,
+) -> Conversation:
+    """A prompt's messages, which carry no loss, and those that follow them."""
     if any(message.get("weight") not in (None, 0) for message in first):
-        what = "a message of 'prompt' has a weight, and loss lies on 'completion' alone"
-        raise _refusal(what, where, "leave the weight out, or use rows: messages")
-    return _conversation([*(m | {"weight": 0} for m in map(dict, first)), *then], row, where)
+        what = "a message of 'prompt' has a weight, and loss lies on what follows it alone"
+        raise refusal(what, where, "leave the weight out, or use rows: messages")
+    return conversation([*(m | {"weight": 0} for m in map(dict, first)), *then], row, where)
 
 
 def holds_messages(value: Any) -> bool:
@@ -224,15 +239,10 @@ def holds_messages(value: Any) -> bool:
     return isinstance(value, list)
 
 
-FORMS = {
+CHAT_FORMS = {
     "messages": RowForm((), _messages, "messages"),
     "sharegpt": RowForm((), _sharegpt, "conversations"),
     "instruction": RowForm(("instruction", "output"), _instruction),
     "prompt": RowForm(("prompt", "completion"), _prompt),
 }
-"""By `data.sources.*.rows`."""
-
-
-def field_of(rows: str, field: str) -> str:
-    """The column of a source: `field`, or the form's own where the run file names none."""
-    return FORMS[rows].field if field == "text" else field
+"""By `data.sources.*.rows`; `preference_rows` has more."""

@@ -25,8 +25,8 @@ from holdfast.core.json_parsing import JsonMessage
 from holdfast.data.read import columnar_sources, text_sources
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
-from holdfast.data.read.chat_rows import FORMS, field_of
 from holdfast.data.read.containers import empty_error, is_compressed, read_head
+from holdfast.data.read.preference_rows import FORMS, field_of
 from holdfast.data.read.source_files import FoundFiles, find_files, unreadable_error
 from holdfast.errors import DataError
 
@@ -226,7 +226,7 @@ def read_unit(
     No document or line longer than `limit` bytes is ever held. Raises DataError for what is not
     UTF-8 text, for what is too long, and for a missing field; each names source, file, place and
     column. With `refused`, such an error is appended to it, and the next part is read. A
-    document of chat data is spelt as by `ChatDocument.encode`; `notes` counts what is not trained
+    document of chat data is spelt as by `RowDocuments.encode`; `notes` counts what is not trained
     on.
     """
     column = "" if unit.kind == "text" or unit.is_chat else unit.field

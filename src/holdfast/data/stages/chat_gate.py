@@ -8,13 +8,15 @@ refused there.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from holdfast.data.read.preference_rows import CHOSEN, REJECTED
 from holdfast.data.stages.chat_tokens import ChatCounts
 from holdfast.errors import DataError
 
@@ -22,21 +24,36 @@ SHOWN = 1200  # characters of the sample
 LAST = 8  # tokens of a sample's end in a refusal
 
 
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document of the first row. title: what is written above it; "": nothing."""
+
+    ids: NDArray[Any]
+    mask: NDArray[Any]
+    title: str = ""
+
+    def show(self, tokenizer: Tokenizer, limit: int | None = SHOWN) -> str:
+        text = show_masked(self.ids, self.mask, tokenizer, limit)
+        return f"{self.title}:\n{text}" if self.title else text
+
+
 def check_masks(
     name: str,
     counts: ChatCounts,
-    sample: tuple[NDArray[Any], NDArray[Any]],
+    sample: Sequence[ShownDocument],
     tokenizer: Tokenizer,
     stop: Mapping[str, int],
     special: Collection[int],
 ) -> Iterator[str]:
     """Lines about the masks of one source, with the first of its rows. Raises DataError.
 
-    sample: ids and mask [tokens]. stop: tokens that end a reply.
+    sample: the documents of a row. stop: tokens that end a reply.
     """
-    ids, mask = sample
+    ids, mask = sample[0].ids, sample[0].mask
     share = counts.targets / max(counts.tokens - counts.documents, 1)
-    shown = show_masked(ids, mask, tokenizer)
+    shown = "\n".join(one.show(tokenizer) for one in sample)
+    is_pair = sample[0].title.startswith(CHOSEN)
+    rows, what = (counts.documents // 2, "pairs") if is_pair else (counts.documents, "rows")
     if share >= 1:
         raise _refusal(
             name,
@@ -56,13 +73,14 @@ def check_masks(
             "mend the template, or name the right eos_token in tokenizer_config.json",
             shown,
         )
-    yield f"{name}: {counts.documents:,} rows, {share:.1%} of the tokens carry loss"
+    yield f"{name}: {rows:,} {what}, {share:.1%} of the tokens carry loss"
     if counts.untrained:
-        yield f"{name}: left out: {counts.untrained:,} rows of which no token carries loss"
+        yield f"{name}: left out: {counts.untrained:,} {what} of which no token carries loss"
     if counts.stopped < counts.documents:
         missing = counts.documents - counts.stopped
-        yield f"{name}: {missing:,} rows do not end with a trained stop token ({', '.join(stop)})"
-    yield f"{name}: the first row, what carries loss in [[ ]]:\n{shown}"
+        ending = f"a trained stop token ({', '.join(stop)})"
+        yield f"{name}: {missing:,} replies do not end with {ending}"
+    yield f"{name}: the first {what[:-1]}, what carries loss in [[ ]]:\n{shown}"
 
 
 def _refusal(name: str, what: str, remedy: str, shown: str) -> DataError:
@@ -88,3 +106,13 @@ def show_masked(
     if limit is None or len(text) <= limit:
         return text
     return f"{text[:limit]} ... ({len(text):,} characters)"
+
+
+def titles(rows: str, values: Sequence[float]) -> list[str]:
+    """What is written above each document of a row. values: of the documents, if there are any."""
+    if rows == "unpaired_preference":
+        return [f"label {str(values[0] > 0).lower()}", "row of the KL baseline"]
+    if rows == "preference":
+        margin = f", margin {values[0]:g}" if len(values) else ""
+        return [CHOSEN + margin, REJECTED]
+    return [""]

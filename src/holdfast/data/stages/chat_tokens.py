@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.read.chat_documents import ChatDocument
+from holdfast.data.read.chat_documents import ChatDocument, RowDocuments
 from holdfast.data.read.chat_render import Span
 
 
@@ -71,15 +71,72 @@ class ChatCounts:
             setattr(self, key, getattr(self, key) + value)
 
 
-def encode_documents(
+@dataclass(frozen=True)
+class RowTokens:
+    """The documents of one row. values: of each document, if there are any: the margin of a pair;
+    the label of a rated answer, 1 or -1, and 0 of its row of the KL baseline."""
+
+    documents: tuple[ChatTokens, ...]
+    values: tuple[float, ...] = ()
+
+
+def encode_rows(
     texts: Sequence[str], tokenizer: Encoder, begin: int | None, end: int
-) -> list[ChatTokens]:
-    """Tokenise documents as `ChatDocument.encode` spells them. Special tokens that a template
-    writes become tokens; no message spells one."""
-    documents = [ChatDocument.decode(text) for text in texts]
+) -> Iterator[RowTokens]:
+    """Tokenise rows as `RowDocuments.encode` spells them. Special tokens that a template writes
+    become tokens; no message spells one."""
+    rows = [RowDocuments.decode(text) for text in texts]
     with _special_tokens_parsed(tokenizer):
-        found = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
-    return [_masked(d, e, begin, end) for d, e in zip(documents, found, strict=True)]
+        found = tokenizer.encode_batch(
+            [document.text for row in rows for document in row.documents], add_special_tokens=False
+        )
+    encodings = iter(found)
+    for row in rows:
+        documents = [_masked(one, next(encodings), begin, end) for one in row.documents]
+        values = () if row.value is None else (row.value,) * len(documents)
+        yield RowTokens(tuple(_begin_alike(documents)), values)
+
+
+def _begin_alike(documents: Sequence[ChatTokens]) -> Sequence[ChatTokens]:
+    """Let loss begin at the same token in each answer to one prompt. One answer may change how the
+    end of the prompt is tokenised."""
+    if len(documents) == 1 or not all(document.targets for document in documents):
+        return documents
+    firsts = [int(np.argmax(document.mask > 0)) for document in documents]
+    for document, first in zip(documents, firsts, strict=True):
+        document.mask[min(firsts) : first] = 1
+    return documents
+
+
+class BaselineRows:
+    """Adds to each rated answer a row of the KL baseline: its prompt, and the completion of the
+    next rated answer; the last takes that of the first. As TRL's, it comes from the same rows."""
+
+    def __init__(self) -> None:
+        self._first: ChatTokens | None = None
+        self._last: RowTokens | None = None
+
+    def add(self, row: RowTokens) -> Iterator[RowTokens]:
+        """The row before it, with its second document."""
+        (document,) = row.documents
+        self._first = self._first or document
+        yield from self._with_completion_of(document)
+        self._last = row
+
+    def end(self) -> Iterator[RowTokens]:
+        """The last row."""
+        if self._first is not None:
+            yield from self._with_completion_of(self._first)
+
+    def _with_completion_of(self, other: ChatTokens) -> Iterator[RowTokens]:
+        if self._last is None:
+            return
+        (document,) = self._last.documents
+        prompt, completion = (int(np.argmax(one.mask > 0)) for one in (document, other))
+        ids = np.concatenate((document.ids[:prompt], other.ids[completion:]))
+        mask = np.concatenate((document.mask[:prompt], other.mask[completion:]))
+        baseline = ChatTokens(ids, mask, other.text_bytes)
+        yield RowTokens((document, baseline), (*self._last.values, 0.0))
 
 
 @contextmanager

@@ -6,7 +6,8 @@ units that have none.
 
     scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
-              data which tokens carry loss, uint8 [tokens]
+              data which tokens carry loss, uint8 [tokens]; of rated rows, and of pairs with
+              margins, also values, float32 [documents]
 
 A scan row of length 0 is an empty document.
 """
@@ -31,7 +32,13 @@ from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.files import READ_BYTES, write_atomic
 from holdfast.data.read.sources import Unit, read_unit, unit_label
 from holdfast.data.read.text_sources import with_line
-from holdfast.data.stages.chat_tokens import ChatCounts, Encoder, encode_documents
+from holdfast.data.stages.chat_tokens import (
+    BaselineRows,
+    ChatCounts,
+    Encoder,
+    RowTokens,
+    encode_rows,
+)
 from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
 from holdfast.errors import CorruptError, DataError
 
@@ -51,11 +58,30 @@ Payload = Callable[[], Iterator[bytes]]
 class UnitTokens:
     """Tokens of one unit and split; every document ends with the end token, and begins with the
     begin token if the tokenizer has one. Of chat data a document is what the template makes of it,
-    and `mask` says which tokens carry loss."""
+    and `mask` says which tokens carry loss. values: of documents (`chat_tokens.RowTokens`)."""
 
     lengths: NDArray[np.uint32]
     tokens: TokenArray
     mask: NDArray[np.uint8] | None = None
+    values: NDArray[np.float32] | None = None
+
+    def cut(self, documents: int) -> tuple[UnitTokens, UnitTokens]:
+        """The first documents, and the rest."""
+        at = int(self.lengths[:documents].sum(dtype=np.int64))
+        mask, values = self.mask, self.values
+        first, rest = (
+            UnitTokens(
+                self.lengths[by_document],
+                self.tokens[by_token],
+                None if mask is None else mask[by_token],
+                None if values is None else values[by_document],
+            )
+            for by_document, by_token in (
+                (slice(documents), slice(at)),
+                (slice(documents, None), slice(at, None)),
+            )
+        )
+        return first, rest
 
 
 def write_result(path: Path, header: dict[str, Any], payload: Payload) -> None:
@@ -176,14 +202,17 @@ class _SplitTokens:
 
     def __init__(self, folder: Path):
         self.lengths = array("I")
+        self.values = array("f")
         self.tokens = 0
         self.chat = ChatCounts()
         self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
         self._masks = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
 
-    def add_masked(self, ids: NDArray[Any], mask: NDArray[np.uint8]) -> None:
-        self.add([ids])
-        self._masks.write(mask.tobytes())
+    def add_row(self, row: RowTokens, dtype: str) -> None:
+        self.values.extend(row.values)
+        for tokens in row.documents:
+            self.add([tokens.ids.astype(dtype)])
+            self._masks.write(tokens.mask.tobytes())
 
     def add(self, ids: list[NDArray[Any]]) -> None:
         count = sum(map(len, ids))
@@ -198,6 +227,7 @@ class _SplitTokens:
             file.seek(0)
             while piece := file.read(READ_BYTES):
                 yield piece
+        yield np.frombuffer(self.values, dtype="<f4").tobytes() if self.values else b""
 
     def close(self) -> None:
         self._file.close()
@@ -230,6 +260,8 @@ def tokenise_unit(
             header[name] = {"documents": len(split.lengths), "tokens": split.tokens}
             if unit.is_chat:
                 header[name]["chat"] = asdict(split.chat)
+            if split.values:
+                header[name]["values"] = True
         write_result(
             out, header, lambda: chain(*(splits[lot].payload() for lot in (TRAIN, VALIDATION)))
         )
@@ -263,16 +295,23 @@ def _add_chat(
     splits: dict[int, _SplitTokens],
 ) -> int:
     """Returns 0: no message spells a special token."""
+    baselines = {lot: BaselineRows() for lot in splits}
     for batch in batches:
         texts = [text for _, text in batch]
-        encoded = encode_documents(texts, tokenizer, settings.begin, settings.end)
-        for (lot, _), tokens in zip(batch, encoded, strict=True):
+        encoded = encode_rows(texts, tokenizer, settings.begin, settings.end)
+        for (lot, _), row in zip(batch, encoded, strict=True):
             split = splits[lot]
-            if not tokens.targets:
+            if not all(tokens.targets for tokens in row.documents):
                 split.chat.untrained += 1
                 continue
-            split.chat.add(tokens, settings.stop)
-            split.add_masked(tokens.ids.astype(settings.dtype), tokens.mask)
+            for tokens in row.documents:
+                split.chat.add(tokens, settings.stop)
+            is_rated = len(row.documents) == 1 and row.values
+            for one in baselines[lot].add(row) if is_rated else [row]:
+                split.add_row(one, settings.dtype)
+    for lot, rest in baselines.items():
+        for one in rest.end():
+            splits[lot].add_row(one, settings.dtype)
     return 0
 
 
@@ -281,14 +320,16 @@ def read_tokens(path: Path, split: str) -> UnitTokens:
     dtype = np.dtype(header["dtype"])
     for name in SPLITS:
         documents, tokens = header[name]["documents"], header[name]["tokens"]
-        is_chat = "chat" in header[name]
+        is_chat, has_values = "chat" in header[name], "values" in header[name]
         end = at + 4 * documents + dtype.itemsize * tokens
+        last = end + (tokens if is_chat else 0)
         if name == split:
             lengths = _mapped(path, "<u4", at, documents)
             ids = _mapped(path, header["dtype"], at + 4 * documents, tokens)
             mask = _mapped(path, "<u1", end, tokens) if is_chat else None
-            return UnitTokens(lengths, ids, mask)
-        at = end + (tokens if is_chat else 0)
+            values = _mapped(path, "<f4", last, documents) if has_values else None
+            return UnitTokens(lengths, ids, mask, values)
+        at = last + (4 * documents if has_values else 0)
     raise KeyError(split)
 
 

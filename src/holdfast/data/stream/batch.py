@@ -10,7 +10,9 @@ tokens and targets its last S:
                                        says nothing about the next
 
 Rows of chat data are not cut. A sample holds complete rows (`data/order/packing.py`), and its
-targets are the tokens that the dataset's mask names.
+targets are the tokens that the dataset's mask names. Of preferences, documents 2k and 2k + 1 of a
+sample are a pair: the chosen and the rejected answer, or a rated answer and its row of the KL
+baseline. There each token of a sample is an input.
 
 The last window of a stream is padded with the end token and masked there. Which window stands
 at which position of the run is `core/data/sample_order.py`'s to say.
@@ -22,7 +24,8 @@ its gradient are exactly zero, whatever it would have done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,13 +42,21 @@ from holdfast.data.order.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.order.packing import PackedSamples
 from holdfast.data.stream.dataset import Dataset, TokenStream
 from holdfast.data.stream.prefetch import Prefetch
+from holdfast.data.stream.reference import (
+    ReferencePiece,
+    ReferenceStore,
+    cut_pieces,
+    reference_folder,
+)
 from holdfast.data.stream.shards import ShardFile
 from holdfast.errors import DataError
 
 Streams = tuple[TokenStream, ...]
 Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
 
+REFERENCE = "reference"  # side tensor: log-probabilities under the reference model
 MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
+NO_SIDE: Mapping[str, NDArray[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ class Microbatch:
     inputs, targets: int64 [B, S]; with `data.chat.weights` targets have their weights
     (`core.data.target_weights`). documents: int32 [B, S], numbered from 0 in each sample, or
     None if attention does not stop at documents. tokens: targets that carry loss, or the sum of
-    their weights. entries: ledger entries as in `events.BatchFed`.
+    their weights; with an objective what that counts. entries: ledger entries as in
+    `events.BatchFed`. side: more tensors [B, S] of an objective, aligned with targets, by name.
     """
 
     inputs: NDArray[np.int64]
@@ -63,6 +75,7 @@ class Microbatch:
     documents: NDArray[np.int32] | None
     entries: list[dict[str, Any]]
     tokens: float
+    side: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,10 @@ class Batches:
         train: TrainConfig,
         seed: int,
         skips: Skips | None = None,
+        reference: str = "",
     ):
+        """reference: key of reference log-probabilities that samples need; "": none. They are NaN
+        until `read_reference` is called."""
         self.dataset = dataset
         self.skips = skips or Skips()
         self.sequence_length = data.sequence_length
@@ -103,6 +119,9 @@ class Batches:
         self.schedule = BatchSchedule(train.batch_size, stages)
         self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
+        self.has_preferences = any(stream.is_preference for stream in self._streams)
+        names = {_value_name(stream) for stream in self._streams if stream.has_values}
+        self.side_names = tuple(sorted(names | ({REFERENCE} if reference else set())))
         self.packed = self._pack(self._streams)
         # Weights in the dataset's order of sources. Raises DataError when the names differ.
         by_name = {source.name or source.kind: source.weight for source in data.sources}
@@ -119,11 +138,33 @@ class Batches:
             place = sizes.index(min(sizes))
             raise self._empty_error(dataset.source_names[place], self._streams[place])
         self.order = SampleOrder(seed, sizes, weights)
+        self.reference = self._find_reference(reference) if reference else None
         self._prefetch = None
         if dataset.cache is not None:
             fixed, every = self._fixed_files(), {f for s in self._streams for f in s.files}
             count = len(every.union(fixed))
             self._prefetch = Prefetch(dataset.cache, self.files_of, train.steps, fixed, count)
+
+    def _find_reference(self, key: str) -> ReferenceStore:
+        sizes = {"train": self._sizes(self._streams, self.packed)}
+        if "validation" in self.dataset.splits:
+            streams = self.dataset.streams("validation")
+            sizes["validation"] = self._sizes(streams, self._pack(streams))
+        pieces = cut_pieces(sizes, self.sequence_length)
+        store = ReferenceStore(reference_folder(self.dataset, key), pieces, self.sequence_length)
+        self._is_reference_read = store.is_complete
+        return store
+
+    def read_reference(self) -> None:
+        """Read the reference log-probabilities, which are complete from now on."""
+        self._is_reference_read = True
+
+    def samples_of(self, piece: ReferencePiece) -> Microbatch:
+        """The samples of a piece of reference log-probabilities."""
+        streams = self.dataset.streams(piece.split)
+        packed = self.packed if piece.split == "train" else self._pack(streams)
+        samples = np.arange(piece.start, piece.stop)
+        return self._gather(streams, packed, np.full(len(samples), piece.source), samples)
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
@@ -154,10 +195,10 @@ class Batches:
             "source": name,
             "start": start,
             "stop": stop,
-            "hash": fed_hash(batch.inputs, batch.targets),
+            "hash": fed_hash(batch.inputs, batch.targets, batch.side),
             "skipped": why,
         }
-        return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
+        return replace(batch, entries=[entry])
 
     def blank_microbatch(self, samples: int) -> Microbatch:
         """Return the replacement of skipped samples: end tokens, of which none is a target."""
@@ -165,17 +206,18 @@ class Batches:
         inputs = np.full(shape, self.dataset.end, dtype=np.int64)
         targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
-        return Microbatch(inputs, targets, documents, [], 0)
+        side = {name: np.zeros(shape, dtype=np.float32) for name in self.side_names}
+        return Microbatch(inputs, targets, documents, [], 0, side)
 
     def blank_hash(self, samples: int) -> str:
         """The ledger hash of so many skipped samples."""
         blank = self.blank_microbatch(samples)
-        return fed_hash(blank.inputs, blank.targets)
+        return fed_hash(blank.inputs, blank.targets, blank.side)
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
         batch = self.read_samples(start, stop)
-        return fed_hash(batch.inputs, batch.targets)
+        return fed_hash(batch.inputs, batch.targets, batch.side)
 
     def read_samples(self, start: int, stop: int) -> Microbatch:
         """The samples at positions [start, stop), whatever step they belong to; no ledger."""
@@ -241,7 +283,8 @@ class Batches:
         return [file for stream in (*validation, *chat) for file in stream.files]
 
     def _pack(self, streams: Streams) -> Packed:
-        room = self.sequence_length + 1
+        # The last token of a window is no input, and a reward is read at a row's last token.
+        room = self.sequence_length + (0 if self.has_preferences else 1)
         return tuple(
             PackedSamples(stream, room, self._long_rows) if stream.is_chat else None
             for stream in streams
@@ -257,7 +300,8 @@ class Batches:
     def _empty_error(self, name: str, stream: TokenStream) -> DataError:
         what, remedy = "has less than two tokens of training text", "give it more text"
         if stream.is_chat:
-            what = f"has no row of {self.sequence_length + 1} tokens or fewer"
+            room = self.sequence_length + (0 if stream.is_preference else 1)
+            what = f"has no row of {room} tokens or fewer"
             remedy = "raise data.sequence_length, or set data.chat.long_rows: cut"
         return DataError(f"source {name!r} {what}", where=self.dataset.place, remedy=remedy)
 
@@ -269,12 +313,18 @@ class Batches:
         window = np.full((len(source), length + 1), end, dtype=np.int64)
         held = np.empty(len(source), dtype=np.int64)
         ends, carries = {}, {}  # of the rows with chat data
+        side = {name: np.zeros((len(source), length), np.float32) for name in self.side_names}
         for row, (s, k) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
             if (rows := packed[s]) is not None:
                 one = rows.sample(k)
                 held[row] = len(one.tokens)
                 window[row, : len(one.tokens)] = one.tokens
                 ends[row], carries[row] = one.ends, one.mask
+                if one.values is not None:
+                    values = np.repeat(one.values, one.lengths)[:length]
+                    side[_value_name(streams[s])][row, : len(values)] = values
+                if self.reference is not None:
+                    side[REFERENCE][row] = self._reference_of(streams, s, k)
                 continue
             tokens = streams[s].read(k * length, (k + 1) * length + 1)
             held[row] = len(tokens)
@@ -296,7 +346,20 @@ class Batches:
         tokens = (
             total_weight(targets) if self._is_weighted else int((targets != MASKED_TARGET).sum())
         )
-        return Microbatch(inputs, targets, documents, [], tokens)
+        return Microbatch(inputs, targets, documents, [], tokens, side)
+
+    def _reference_of(self, streams: Streams, source: int, sample: int) -> NDArray[np.float32]:
+        """[S]"""
+        assert self.reference is not None
+        if not self._is_reference_read:
+            return np.full(self.sequence_length, np.nan, dtype=np.float32)
+        split = "train" if streams is self._streams else "validation"
+        return self.reference.sample(split, source, sample)
+
+
+def _value_name(stream: TokenStream) -> str:
+    """What the values of a stream's documents are."""
+    return "margin" if stream.rows == "preference" else "label"
 
 
 def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
@@ -306,8 +369,17 @@ def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:
     return out
 
 
-def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
-    """xxh3-64 of the tokens as fed: inputs, then targets, int64 little-endian, row by row."""
+def fed_hash(
+    inputs: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    side: Mapping[str, NDArray[Any]] = NO_SIDE,
+) -> str:
+    """xxh3-64 of the tokens as fed: inputs, then targets, int64 little-endian, row by row. Then
+    each side tensor by its name: the name, and its bytes, little-endian."""
     state = xxh3_64(np.ascontiguousarray(inputs, dtype="<i8").data)
     state.update(np.ascontiguousarray(targets, dtype="<i8").data)
+    for name in sorted(side):
+        array = side[name]
+        state.update(name.encode())
+        state.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data)
     return state.hexdigest()

@@ -13,6 +13,11 @@ from holdfast.data.stream.node_cache import total_bytes
 
 MOST = 0.5
 """A source with this share of the samples, or a larger one, makes most of the training."""
+MANY_PASSES = 30
+"""Passes over the data from which a run repeats it instead of learning from it. Published runs on
+repeated text gain next to nothing after 16."""
+FEW_PASSES = 4
+"""Passes that a remedy names: they teach nearly as much as new text does."""
 
 
 def describe_use(
@@ -22,6 +27,7 @@ def describe_use(
     batches = Batches(dataset, data, train, seed)
     return [
         _describe_passes(batches, train.steps),
+        *_too_many_passes(batches, train),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
         *_describe_cache(dataset),
@@ -44,18 +50,22 @@ def _describe_cache(dataset: Dataset) -> Iterator[str]:
 def _describe_packing(batches: Batches) -> Iterator[str]:
     """The rows of chat data in a sample, and those that are too long for one."""
     room = batches.sequence_length + 1
-    for name, rows in zip(batches.dataset.source_names, batches.packed, strict=True):
+    streams = batches.dataset.streams("train")
+    for name, rows, stream in zip(
+        batches.dataset.source_names, batches.packed, streams, strict=True
+    ):
         if rows is None:
             continue
+        what = "pairs" if stream.rows == "preference" else "rows"
         full = rows.tokens / (rows.count * room)
         yield (
-            f"{name}: {len(rows.rows):,} rows in {rows.count:,} samples, which they fill to "
+            f"{name}: {len(rows.rows):,} {what} in {rows.count:,} samples, which they fill to "
             f"{full:.0%}"
         )
         if rows.left_out or rows.cut:
             yield (
                 f"{name}: longer than data.sequence_length {batches.sequence_length}: "
-                f"{rows.left_out:,} rows are left out and {rows.cut:,} cut (data.chat.long_rows)"
+                f"{rows.left_out:,} {what} are left out and {rows.cut:,} cut (data.chat.long_rows)"
             )
 
 
@@ -72,6 +82,19 @@ def _describe_passes(batches: Batches, steps: int) -> str:
         return f"{what}, {passes_text(passes[0])} over the data ({order.sizes[0]:,} samples)"
     each = ", ".join(f"{name} {passes_text(n)}" for name, n in zip(names, passes, strict=True))
     return f"{what}; over the data: {each}"
+
+
+def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:
+    """A warning for a run of which nearly all tokens are repetitions."""
+    order, last = batches.order, batches.schedule.position(train.steps + 1)
+    if train.epochs or last < MANY_PASSES * sum(order.sizes):
+        return
+    has = batches.dataset.counts("train")["tokens"]
+    fewer = max(1, train.steps * FEW_PASSES * sum(order.sizes) // last)
+    yield (
+        f"the dataset has {has:,} tokens, and the run trains on {last * batches.sequence_length:,}"
+        f": it repeats them; add text, or use train.steps={fewer}"
+    )
 
 
 def passes_text(passes: float) -> str:

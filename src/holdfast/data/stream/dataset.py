@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.chat_templates import TEMPLATE_FILE
 from holdfast.data.read.files import canonical_json, checksum, file_checksum
+from holdfast.data.read.preference_rows import DOCUMENTS
 from holdfast.data.stream.node_cache import NodeCache
 from holdfast.data.stream.shards import Shard, ShardFile
 from holdfast.errors import DataError
 
-FORMAT = 3
+FORMAT = 4
 """The newest format that this program reads. A dataset without chat data is written in format 1."""
+FORMAT_OF_WEIGHTS = 3
+"""The first format whose masks have weights of targets."""
 
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
@@ -72,12 +75,17 @@ class CachedArrays(Sequence[NDArray[Any]]):
 
 class TokenStream:
     """Packed tokens of one source and split, over all its shards: shape [tokens]. cache: fetches
-    the shards that are not in the folder yet."""
+    the shards that are not in the folder yet. rows: as in `data.sources.*.rows`."""
 
     def __init__(
-        self, folder: Path, shards: Sequence[Shard], dtype: str, cache: NodeCache | None = None
+        self,
+        folder: Path,
+        shards: Sequence[Shard],
+        dtype: str,
+        cache: NodeCache | None = None,
+        rows: str = "text",
     ):
-        self.shards = tuple(shards)
+        self.shards, self.rows = tuple(shards), rows
         self.dtype = np.dtype(dtype) if shards else np.dtype("<u2")
         self._folder, self._cache = folder, cache
         files = [s.token_file(self.dtype) for s in shards]
@@ -104,9 +112,26 @@ class TokenStream:
             starts.append(index[1:] + base)
         return np.concatenate(starts)
 
+    def document_values(self) -> NDArray[np.float32] | None:
+        """Labels of documents, or margins of their pairs: [documents]. None if it has none."""
+        files = [shard.values_file for shard in self.shards if shard.values_xxh3]
+        return np.concatenate(list(self._map(files, np.dtype("<f4")))) if files else None
+
     @property
     def is_chat(self) -> bool:
         return bool(self._masks)
+
+    @property
+    def has_values(self) -> bool:
+        return any(shard.values_xxh3 for shard in self.shards)
+
+    @property
+    def documents_per_row(self) -> int:
+        return DOCUMENTS.get(self.rows, 1)
+
+    @property
+    def is_preference(self) -> bool:
+        return self.rows in DOCUMENTS
 
     def largest_token(self) -> int:
         """The largest id; 0 of an empty stream. Reads all of it."""
@@ -172,10 +197,11 @@ class Dataset:
         self.source_paths: tuple[str | None, ...] = paths[0] if paths else written
         self.source_places: tuple[str | None, ...] = paths[1] if paths else (None,) * len(written)
         self.former_version = _version_with_paths(manifest, self.source_paths)
+        forms = [source.get("rows", "text") for source in manifest["settings"]["sources"]]
         self._streams = {
             split: tuple(
-                TokenStream(folder, [Shard(**s) for s in shards], self.dtype.str, cache)
-                for shards in by_source
+                TokenStream(folder, [Shard(**s) for s in shards], self.dtype.str, cache, rows)
+                for shards, rows in zip(by_source, forms, strict=True)
             )
             for split, by_source in manifest["shards"].items()
         }

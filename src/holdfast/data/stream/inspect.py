@@ -8,8 +8,8 @@ import numpy as np
 
 from holdfast.core.data.target_weights import target_ids
 from holdfast.data.read.vocabulary import load_tokenizer
-from holdfast.data.stages.chat_gate import show_masked
-from holdfast.data.stream.batch import MASKED_TARGET, Batches
+from holdfast.data.stages.chat_gate import ShownDocument, titles
+from holdfast.data.stream.batch import MASKED_TARGET, Batches, Microbatch
 from holdfast.data.stream.dataset import Dataset
 
 MASK_SAMPLES = 256
@@ -67,22 +67,10 @@ def render_sample(batches: Batches, position: int = 0) -> str:
     of document is on a line of its own, and masked targets are marked. Of chat data, each row is
     shown as `chat_gate` shows one."""
     batch = batches.read_samples(position, position + 1)
+    source = batches.order.place(position).source
+    if batches.packed[source] is not None:
+        return _render_rows(batches, batch, batches.dataset.streams("train")[source].rows)
     tokenizer = load_tokenizer(batches.dataset.tokenizer_path)
-    if batches.packed[batches.order.place(position).source] is not None:
-        # A packed sample, row by row.
-        inputs, targets = batch.inputs[0], target_ids(batch.targets[0])
-        assert batch.documents is not None
-        edges = np.flatnonzero(np.diff(batch.documents[0])) + 1
-        rows = []
-        for ids, after in zip(np.split(inputs, edges), np.split(targets, edges), strict=True):
-            carried = after != MASKED_TARGET
-            if not carried.any():
-                continue  # padding
-            if carried[-1]:  # its last token is a target only
-                ids = np.append(ids, after[-1])
-            mask = np.concatenate(([False], carried))[: len(ids)]
-            rows.append(show_masked(ids, mask, tokenizer, limit=None))
-        return "\n=== next row ===\n".join(rows)
     out: list[str] = []
     for token, target in zip(batch.inputs[0].tolist(), batch.targets[0].tolist(), strict=True):
         if token == batches.dataset.end:
@@ -91,3 +79,27 @@ def render_sample(batches: Batches, position: int = 0) -> str:
             text = tokenizer.decode([token], skip_special_tokens=False)
             out.append(("|" if target != MASKED_TARGET else "|(masked)") + text)
     return "".join(out)
+
+
+def _render_rows(batches: Batches, batch: Microbatch, rows: str) -> str:
+    """A packed sample, document by document."""
+    tokenizer = load_tokenizer(batches.dataset.tokenizer_path)
+    inputs, targets = batch.inputs[0], target_ids(batch.targets[0])
+    assert batch.documents is not None
+    edges = np.flatnonzero(np.diff(batch.documents[0])) + 1
+    values = next((batch.side[name][0] for name in ("label", "margin") if name in batch.side), None)
+    shown: list[str] = []
+    named: list[str] = []
+    starts = [0, *edges.tolist()]
+    for start, ids, after in zip(
+        starts, np.split(inputs, edges), np.split(targets, edges), strict=True
+    ):
+        carried = after != MASKED_TARGET
+        if not carried.any():
+            continue  # padding
+        if carried[-1]:  # its last token is a target only
+            ids = np.append(ids, after[-1])
+        mask = np.concatenate(([False], carried))[: len(ids)]
+        named = named or titles(rows, [] if values is None else [float(values[start])])
+        shown.append(ShownDocument(ids, mask, named.pop(0)).show(tokenizer, limit=None))
+    return "\n=== next row ===\n".join(shown)

@@ -6,8 +6,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -15,6 +15,9 @@ import torch
 from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.data.stream.batch import Microbatch, fed_hash
+
+WAIT_SIGN_S = 0.5
+"""Seconds between two calls of `on_wait`."""
 
 
 class BatchSource(Protocol):
@@ -26,7 +29,7 @@ class BatchSource(Protocol):
 @dataclass(frozen=True)
 class TensorMicrobatch:
     """A Microbatch on a device. inputs, targets: int64 [B, S]; documents: int32 [B, S] or None.
-    key: seed of the random numbers of its forward pass, if there are any."""
+    key: seed of the random numbers of its forward pass, if there are any. side: [B, S] each."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -34,6 +37,7 @@ class TensorMicrobatch:
     entries: list[dict[str, Any]]
     tokens: float
     key: int | None = None
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LoadedMicrobatch(Protocol):
@@ -96,6 +100,12 @@ class StepLoader(ABC, Generic[M]):
         self._error: BaseException | None = None
         self._is_at_end = False
         self._is_closed = False
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called now and then while the training loop waits for a step."""
+        self.on_step: Callable[[int], None] = lambda step: None
+        """Called with each step that is handed over."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Ends what the reading thread waits for."""
         self._changed = threading.Condition()
         self.waited_s = 0.0  # by the training loop, since the start
         self._thread = threading.Thread(
@@ -111,7 +121,8 @@ class StepLoader(ABC, Generic[M]):
         whatever reading it raised."""
         begun = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._is_at_end or self._is_closed)
+            while not self._changed.wait_for(self._is_answerable, WAIT_SIGN_S):
+                self.on_wait()
             self.waited_s += time.perf_counter() - begun
             if self._is_closed:
                 raise StopIteration
@@ -121,13 +132,19 @@ class StepLoader(ABC, Generic[M]):
                 raise StopIteration
             batch = self._ready.popleft()
             self._changed.notify_all()
+        self.on_step(batch.step)
         return StepBatch(batch.step, [self._to_device(m) for m in batch.microbatches])
+
+    def _is_answerable(self) -> bool:
+        """Return True if `__next__` has something to return or to raise."""
+        return bool(self._ready or self._is_at_end or self._is_closed)
 
     def close(self) -> None:
         """Stop reading and wait for the thread to end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self.on_close()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -170,8 +187,8 @@ class StepLoader(ABC, Generic[M]):
 
 
 class Loader(StepLoader[TensorMicrobatch]):
-    """Reads a token dataset ahead. seed: of the microbatches' keys; None: they have none.
-    keywords: see `StepLoader`."""
+    """Reads a token dataset ahead. seed: of the microbatches' keys; None: they have none. weigh:
+    counts what a microbatch weighs; None: it says so. keywords: see `StepLoader`."""
 
     def __init__(
         self,
@@ -179,9 +196,10 @@ class Loader(StepLoader[TensorMicrobatch]):
         plan: Callable[[int], Sequence[int]],
         *,
         seed: int | None = None,
+        weigh: Callable[[Microbatch], float] | None = None,
         **keywords: Any,
     ) -> None:
-        self._batches, self._seed = batches, seed
+        self._batches, self._seed, self._weigh = batches, seed, weigh
         super().__init__(plan, **keywords)
 
     def _load(self, step: int, index: int) -> TensorMicrobatch:
@@ -189,16 +207,19 @@ class Loader(StepLoader[TensorMicrobatch]):
         read = self._batches.microbatch(step, index, self._part, self._parts)
         inputs, targets = torch.from_numpy(read.inputs), torch.from_numpy(read.targets)
         documents = None if read.documents is None else torch.from_numpy(read.documents)
+        side = {name: torch.from_numpy(rows) for name, rows in read.side.items()}
         if device_kind(self._device.type).pins_batches:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
             documents = None if documents is None else documents.pin_memory()
-        key = None
+            side = {name: rows.pin_memory() for name, rows in side.items()}
+        key, tokens = None, read.tokens if self._weigh is None else self._weigh(read)
         if self._seed is not None:
             key = key_seed(self._seed, "forward", step, index, self._part, self._parts)
-        return TensorMicrobatch(inputs, targets, documents, read.entries, read.tokens, key)
+        return TensorMicrobatch(inputs, targets, documents, read.entries, tokens, key, side)
 
     def _to_device(self, host: TensorMicrobatch) -> TensorMicrobatch:
-        digest = fed_hash(host.inputs.numpy(), host.targets.numpy())
+        side = {name: rows.numpy() for name, rows in host.side.items()}
+        digest = fed_hash(host.inputs.numpy(), host.targets.numpy(), side)
         entries = [{**entry, "hash": digest} for entry in host.entries]
         if self._device.type == "cpu":
             return replace(host, entries=entries)
@@ -208,4 +229,5 @@ class Loader(StepLoader[TensorMicrobatch]):
             targets=self._move(host.targets),
             documents=None if host.documents is None else self._move(host.documents),
             entries=entries,
+            side={name: self._move(rows) for name, rows in host.side.items()},
         )

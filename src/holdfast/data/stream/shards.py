@@ -3,7 +3,9 @@
 A shard holds complete documents of one source and split, each ended by the end token. They are
 plain little-endian integers: shape [tokens]. Next to it is its index, uint64 [documents + 1]: the
 begin of each document in the shard, and the shard's length. A shard of chat data has a mask too,
-uint8 [tokens]: 1 for a token that carries loss, 0 for any other.
+uint8 [tokens]: 1 for a token that carries loss, 0 for any other. A shard of rated rows, or of
+pairs with margins, has values, float32 [documents]. Documents of a pair are neighbours, and lie in
+one shard.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`, and the
-    mask, if there is one, `.mask`."""
+    """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`. The mask,
+    if there is one, is `.mask`, and the values are `.val`."""
 
     path: str
     documents: int
@@ -40,14 +42,22 @@ class Shard:
     xxh3: str
     index_xxh3: str
     mask_xxh3: str = ""
+    values_xxh3: str = ""
 
     @property
     def index_path(self) -> str:
-        return self.path.removesuffix(".bin") + ".idx"
+        return self._beside(".idx")
 
     @property
     def mask_path(self) -> str:
-        return self.path.removesuffix(".bin") + ".mask"
+        return self._beside(".mask")
+
+    @property
+    def values_path(self) -> str:
+        return self._beside(".val")
+
+    def _beside(self, ending: str) -> str:
+        return self.path.removesuffix(".bin") + ending
 
     def token_file(self, dtype: np.dtype[Any]) -> ShardFile:
         return ShardFile(self.path, self.tokens * dtype.itemsize, self.xxh3)
@@ -60,28 +70,40 @@ class Shard:
     def mask_file(self) -> ShardFile:
         return ShardFile(self.mask_path, self.tokens, self.mask_xxh3)
 
+    @property
+    def values_file(self) -> ShardFile:
+        return ShardFile(self.values_path, self.documents * 4, self.values_xxh3)
+
     def files(self, dtype: np.dtype[Any]) -> list[ShardFile]:
         """All of its files. dtype: of its tokens."""
         found = [self.token_file(dtype), self.index_file]
-        return found + ([self.mask_file] if self.mask_xxh3 else [])
+        found += [self.mask_file] if self.mask_xxh3 else []
+        return found + ([self.values_file] if self.values_xxh3 else [])
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "mask_xxh3" or value}
+        optional = ("mask_xxh3", "values_xxh3")
+        return {key: said for key, said in asdict(self).items() if key not in optional or said}
 
 
 def write_shards(
-    folder: Path, split: str, source: int, results: Sequence[Path], shard_tokens: int
+    folder: Path,
+    split: str,
+    source: int,
+    results: Sequence[Path],
+    shard_tokens: int,
+    documents: int = 1,
 ) -> list[Shard]:
     """Join one source's unit results into shards of `shard_tokens` or a little more. A shard ends
-    with the document that reaches the number. Memory holds one unit at a time and the shard's
-    index."""
+    with the row that reaches the number. documents: of a row. Memory holds one unit at a time and
+    the shard's index."""
     shards: list[Shard] = []
-    pieces = _ShardCutter(results, split, shard_tokens)
+    pieces = _ShardCutter(results, split, shard_tokens, documents)
     while pieces.has_more():
         path = f"shards/{split}-{source:03d}-{len(shards):05d}.bin"
         lengths: list[NDArray[np.uint32]] = []
         masks: list[NDArray[np.uint8]] = []
-        tokens = _tokens(pieces.next_shard(), lengths, masks)
+        values: list[NDArray[np.float32]] = []
+        tokens = _tokens(pieces.next_shard(), lengths, masks, values)
         digest = write_atomic(folder / path, tokens, sync=True)
         starts = np.zeros(1 + sum(len(n) for n in lengths), dtype="<u8")
         np.cumsum(np.concatenate(lengths), out=starts[1:])
@@ -93,15 +115,24 @@ def write_shards(
             shard = replace(
                 shard, mask_xxh3=write_atomic(folder / shard.mask_path, mask, sync=True)
             )
+        if values:
+            said = (piece.tobytes() for piece in values)
+            digest = write_atomic(folder / shard.values_path, said, sync=True)
+            shard = replace(shard, values_xxh3=digest)
         shards.append(shard)
     return shards
 
 
 def _tokens(
-    pieces: Iterator[UnitTokens], lengths: list[NDArray[np.uint32]], masks: list[NDArray[np.uint8]]
+    pieces: Iterator[UnitTokens],
+    lengths: list[NDArray[np.uint32]],
+    masks: list[NDArray[np.uint8]],
+    values: list[NDArray[np.float32]],
 ) -> Iterator[bytes]:
     for piece in pieces:
         lengths.append(piece.lengths)
+        if piece.values is not None:
+            values.append(piece.values)
         if piece.mask is not None:
             masks.append(piece.mask)
         yield piece.tokens.tobytes()
@@ -110,10 +141,10 @@ def _tokens(
 class _ShardCutter:
     """Hands out the documents of many units, cut where a shard is full."""
 
-    def __init__(self, results: Sequence[Path], split: str, shard_tokens: int):
+    def __init__(self, results: Sequence[Path], split: str, shard_tokens: int, row: int):
         self._results = iter(results)
         self._split = split
-        self._limit = shard_tokens
+        self._limit, self._row = shard_tokens, row
         self._rest_of_unit: UnitTokens | None = None
 
     def has_more(self) -> bool:
@@ -129,11 +160,8 @@ class _ShardCutter:
         while room > 0 and self.has_more():
             assert self._rest_of_unit is not None
             rest = self._rest_of_unit
-            lengths, tokens, mask = rest.lengths, rest.tokens, rest.mask
-            ends = np.cumsum(lengths, dtype=np.int64)
-            documents = min(int(np.searchsorted(ends, room)) + 1, len(lengths))
-            cut = int(ends[documents - 1])
-            after, before = (None, None) if mask is None else (mask[cut:], mask[:cut])
-            self._rest_of_unit = UnitTokens(lengths[documents:], tokens[cut:], after)
-            room -= cut
-            yield UnitTokens(lengths[:documents], tokens[:cut], before)
+            ends = np.cumsum(rest.lengths, dtype=np.int64)[self._row - 1 :: self._row]
+            rows = min(int(np.searchsorted(ends, room)) + 1, len(ends))
+            room -= int(ends[rows - 1])
+            piece, self._rest_of_unit = rest.cut(rows * self._row)
+            yield piece

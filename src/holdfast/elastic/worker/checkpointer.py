@@ -26,7 +26,7 @@ from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.elastic.worker.reporter import AgentReporter
 from holdfast.errors import FencedError, HoldfastError, NoRoomError, UserError
-from holdfast.events import CheckpointCaptured, CheckpointSkipped, Evaluated, SaveWaiting
+from holdfast.events import CheckpointCaptured, CheckpointSkipped, SaveWaiting
 from holdfast.policy.saving.destinations import DURABLE, SaveDestinations
 from holdfast.training.engine.build import TrainingSession
 from holdfast.training.engine.runner import TrainingOutcome
@@ -275,7 +275,7 @@ def save_last_step(
         found = session.evaluator.run(lambda: reporter.progress(step, "evaluate"))
     if found is not None and rank == 0:
         seconds = time.monotonic() - begun
-        event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+        event = found.event(step, seconds)
         reporter.emit(event)
     return TrainingOutcome("finished", step, _commit(saver, captured, step, verdict, inf))
 

@@ -23,12 +23,19 @@ from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
 from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
+from holdfast.launch.run.reference_run import (
+    check_reference_model,
+    describe_reference,
+    refuse_other_rows,
+)
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
 from holdfast.launch.start.facts import Facts, Screen, resolve, with_planned
 from holdfast.launch.start.machine import checked_layouts, refuse_unfit_machine
+from holdfast.launch.start.rollout import plan_rollout
 from holdfast.machine.hardware import detect_hardware
+from holdfast.rollout.roles.devices import describe_roles
 
 SMALLEST = "the smallest world"  # The reason of a number of workers that was left to the machine
 
@@ -140,6 +147,8 @@ def by_epochs(loaded: LoadedConfig, count_samples: Callable[[], int]) -> Planned
 
 def _samples_of_pass(loaded: LoadedConfig, dataset: Dataset | None) -> int:
     config = loaded.config
+    if config.rollout.is_on:
+        return config.rollout.count * config.rollout.samples
     if dataset is None:
         return config.task.samples
     return sum(Batches(dataset, config.data, config.train, config.seed).order.sizes)
@@ -148,6 +157,8 @@ def _samples_of_pass(loaded: LoadedConfig, dataset: Dataset | None) -> int:
 def describe_passes(config: RunConfig) -> list[str]:
     """A line about how often a run reads the samples of a task."""
     steps, samples = config.train.steps, config.task.samples
+    if config.rollout.is_on:
+        samples = config.rollout.count * config.rollout.samples
     if not samples:
         return []
     read = batch_schedule(config.train).position(steps + 1)
@@ -181,12 +192,18 @@ def prepare_run_data(
         loaded = with_planned(loaded, ask_task(loaded, screen.say))
     loaded = with_planned(loaded, ask_named(loaded))
     dataset = None
+    if not loaded.config.task.has_own_data:
+        refuse_other_rows(loaded)
     if not loaded.config.task.name:
         named = loaded.config.model.weights
         loaded = with_planned(loaded, check_first_weights(loaded, facts.stored_config))
         if named and not (loaded.config.model.weights or loaded.config.model.weights_checksum):
             screen.say(f"this run began with initial weights: those of {named} are not read")
-    if not loaded.config.task.has_own_data:
+    rollout = loaded.config.rollout.is_on
+    if rollout:
+        loaded = with_planned(loaded, plan_rollout(loaded))
+        screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
+    elif not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:
         stored = _stored_vocabulary(facts, dataset.version)
@@ -199,17 +216,25 @@ def prepare_run_data(
             base = check_base(loaded, facts.stored_config)
             refuse_other_tokenizer(Path(str(base["lora.base"][0])), dataset)
             loaded = with_planned(loaded, base)
+        if named := loaded.config.objective.reference.model:
+            refuse_other_tokenizer(Path(named), dataset)
+        reference = check_reference_model(loaded, facts.stored_config, dataset, run_folder)
+        loaded = with_planned(loaded, reference)
     loaded = with_planned(loaded, by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
     loaded, facts = with_layout(loaded, facts)
     task = loaded.config.task
     if dataset is None:
-        return loaded, facts, RunData(task.data, task.folder, tuple(describe_passes(loaded.config)))
+        passes = tuple(describe_passes(loaded.config))
+        if rollout:
+            return loaded, facts, RunData(loaded.config.rollout.version, "", passes)
+        return loaded, facts, RunData(task.data, task.folder, passes)
     if not facts.several:
         refuse_unfit_machine(loaded, facts.hardware)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
+    use += describe_reference(config, dataset)
     return loaded, facts, RunData(version, dataset.location, tuple(use))
 
 

@@ -73,12 +73,17 @@ def run_entries(
     config: RunConfig, skips: Skips, missing: Sequence[Range], last_step: int
 ) -> list[tuple[int, list[dict[str, Any]]]]:
     """As `data.ledger_entries.stand_in_entries`, from the run's data. Raises UserError."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return stand_in_entries(RolloutBatches(config, skips), missing, last_step)
     if not config.task.has_own_data:
         from holdfast.data.stream.batch import Batches
         from holdfast.data.stream.dataset_location import open_dataset
 
         dataset = open_dataset(config.data.folder, config.data)
-        batches = Batches(dataset, config.data, config.train, config.seed, skips)
+        key = config.objective.reference.key
+        batches = Batches(dataset, config.data, config.train, config.seed, skips, key)
         return stand_in_entries(batches, missing, last_step)
     dumped = config.model_dump(mode="json")
     found = _ask(Question("entries", dumped, skips.to_json(), list(missing), last_step))

@@ -14,13 +14,11 @@ from holdfast.model.generate import refuse_long_text
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
 from holdfast.model.new_folder import new_folder
 from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.transformers.folder_model import FolderModel
+from holdfast.tasks.transformers.folder_model import COPIED, FolderModel
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
 def export_folder_model(
@@ -44,7 +42,7 @@ def export_folder_model(
         model.save_pretrained(partial, max_shard_size=shard_bytes)
         for path in sorted(task.folder.iterdir()):
             is_new = not (partial / path.name).exists() and path.name != INDEX
-            if path.is_file() and path.suffix in _COPIED and is_new:
+            if path.is_file() and path.suffix in COPIED and is_new:
                 shutil.copyfile(path, partial / path.name)
         if tokenizer is not None and not (partial / "tokenizer.json").exists():
             longest = getattr(model.config, "max_position_embeddings", None)

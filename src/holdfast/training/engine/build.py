@@ -20,7 +20,7 @@ from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
-from holdfast.options.registry import hooks
+from holdfast.options.registry import hooks, run_hooks
 from holdfast.parallel.axes.expert_parallel import shared_experts
 from holdfast.parallel.axes.partitioned_input import PartitionedInput
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -143,6 +143,8 @@ def build_engine(
     units = task.units(objective)
     if precision.has_float8:
         apply_float8(units, is_emulated=not device_kind(device.type).float8_capability)
+    for change_units in run_hooks(config, lambda effect: effect.units):
+        change_units(config, units)
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
     memory = StateMemory(config.train.memory, device, label, movable)
     _prepare_units(config, groups, units, objective, memory)
@@ -155,7 +157,8 @@ def build_engine(
         executor, parameters = wrap(config, executor, parameters, named)
     # Tokens of a microbatch, or its samples if a task of the user counts.
     tokens = config.train.microbatch_size
-    tokens *= 1 if config.task.name else config.data.sequence_length
+    counts_tokens = not config.task.name and not config.objective.counts
+    tokens *= config.data.sequence_length if counts_tokens else 1
     engine = StepEngine(
         objective,
         executor,
@@ -167,10 +170,12 @@ def build_engine(
         dealer,
         task.user_parts,
         LossScale(tokens, device, is_dynamic=precision.scales_loss),
+        config.rollout.lag if config.rollout.is_on else 0,
     )
+    engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
-    for change in hooks("layout", layout, lambda effect: effect.engine):
+    for change in run_hooks(config, lambda effect: effect.engine):
         change(config, engine)
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))

@@ -36,6 +36,7 @@ from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.lagged import LaggedPolicies
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
 from holdfast.training.engine.nonfinite import find_non_finite
 from holdfast.training.engine.precision import as_indeterminate
@@ -60,6 +61,7 @@ from holdfast.training.engine.vote import (
     share_verdict,
     vote,
 )
+from holdfast.training.objectives.registry import means_of, sum_names_of
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 if TYPE_CHECKING:
@@ -79,8 +81,12 @@ class StepEngine:
     rebuilt session keeps it. user: what the run file names by a path.
     measure_passes: passes run inside of it. on_vote_sent: called when this rank's vote is on its
     way. order_shares: the shares of a generation, one by one, as the executor needs them.
+    on_summed: is given the parameters and their complete gradients, which it may change.
+    around_update: the parameters are updated inside of it.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
-    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`.
+    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. lagged: older
+    weights that the run still needs. on_applied: called with a step once it has been applied.
+    sum_names: of what an objective adds up besides the loss. counts: see `events.StepDone`.
     """
 
     def __init__(
@@ -95,9 +101,11 @@ class StepEngine:
         dealer: Dealer = deal,
         user: UserParts | None = None,
         loss_scale: LossScale = NOT_SCALED,
+        lag: int = 0,
     ):
         self._user, self.objective, self.executor = user or UserParts(), objective, executor
         executor.loss_scale = self.loss_scale = loss_scale
+        self.sum_names, self.counts = sum_names_of(objective), ""
         self.parameters, self.groups, self.train = parameters, groups, train
         self._feed, self.device, self._gradients = feed, device, feed(groups, None)
         self.measure_passes: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -105,11 +113,17 @@ class StepEngine:
         self.order_shares: Callable[[StepFeed], Iterator[StepShare]] = iter
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
+        self.on_summed: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = lambda *_: None
+        self.around_update: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: (
+            nullcontext()
+        )
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         held, gradients = (parameters.table, parameters.master_tensors), self._gradients.gradients()
         where = parameters.memory, parameters.boxes
         self.optimizer = make_optimizer(train.optimizer, *held, gradients, self._user, *where)
+        self.lagged = LaggedPolicies(parameters, lag)
+        self.on_applied: Callable[[int], None] = lambda step: None
         self._shares: Shares = ()
         self.batches: list[LoadedMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -162,9 +176,12 @@ class StepEngine:
             raise known from error
         finally:
             self._losses.update(zip(leaves, losses, strict=False))
-        told = [float(self._losses[leaf]) for leaf in share] if self._reports_losses else []
+        told: list[float] = []
+        for leaf in share if self._reports_losses else ():
+            told += self._losses[leaf].flatten().tolist()
         units = sum(to_units(batch.tokens) for batch in self.batches)
-        self._accounts = AccountExchange(self.groups, self._shares, units, told)
+        width = 1 + 2 * len(self.sum_names)
+        self._accounts = AccountExchange(self.groups, self._shares, units, told, width)
 
     def reduce(self, wishes: Wishes | None = None) -> StepVerdict:
         """Wait for the complete gradient and vote.
@@ -184,7 +201,7 @@ class StepEngine:
             _give_up(self.groups, inside=True)
             raise
         try:
-            verdict = share_verdict(self.groups, verdict)
+            verdict = share_verdict(self.groups, verdict, 2 * len(self.sum_names))
         except PeerLostError:
             _give_up(self.groups, inside=True)
             raise
@@ -215,6 +232,7 @@ class StepEngine:
         """Update the parameters; returns the learning rate that was used."""
         rate = self.update(verdict)
         self.parameters.refresh()
+        self.on_applied(self.status.step)
         return rate
 
     def update(self, verdict: StepVerdict) -> float:
@@ -223,13 +241,19 @@ class StepEngine:
         status.record_verdict(verdict)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
+        self.lagged.shift()
         if not verdict.is_skipped:
             divisor = (verdict.tokens or 1) / clip * self.loss_scale.factor
-            self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
+            with self.around_update(self.parameters.master_tensors):
+                self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
         self.history.applied_verdicts.append((status.step, self.loss_scale.settle(verdict)))
         status.finish_update()
         self.history.unreported_step = status.step
         return rate
+
+    def metrics(self, verdict: StepVerdict) -> dict[str, float]:
+        """The means of an objective's sums in a step."""
+        return means_of(self.sum_names, verdict.sums)
 
     def learning_rate(self, step: int) -> float:
         """The rate that a step is applied with. Raises UserError for a function that fails."""
@@ -238,6 +262,7 @@ class StepEngine:
     def _vote(self, wishes: Wishes) -> StepVerdict:
         """Raises PeerLostError; `status` says how far it came."""
         self._gradients.finish()
+        self.on_summed(self.parameters.master_tensors, self._gradients.gradients())
         if self._accounts is None:
             raise RuntimeError("compute() comes before reduce()")
         self.status.record_account(account := self._accounts.wait_for_all())
@@ -320,7 +345,8 @@ class StepEngine:
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
         """All that a checkpoint must hold of this rank; the same storage every time."""
-        return state_tensors(self.parameters, self.optimizer.slots) + self.loss_scale.state()
+        state = state_tensors(self.parameters, self.optimizer.slots)
+        return state + self.loss_scale.state() + self.lagged.state()
 
     def load(self, read: ReadBox) -> None:
         """Fill the state in place from a reader of boxes."""
@@ -332,6 +358,7 @@ class StepEngine:
         self.parameters.initialise(seed)
         clear(self.optimizer.slots)
         self.loss_scale.reset()
+        self.lagged.reset()
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""

@@ -8,8 +8,8 @@ the shards of one replica must run the same forward together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from holdfast.core.sharding.reduction_tree import ReductionTree, deal
 from holdfast.core.weights import shortest
-from holdfast.data.stream.batch import ValidationSet
+from holdfast.data.stream.batch import Microbatch, ValidationSet
 from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.events import Evaluated
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.vote import gather_losses, reports_losses
+from holdfast.training.objectives.registry import means_of, sum_names_of
 
 
 class Validation(Protocol):
@@ -56,13 +58,25 @@ class Evaluation:
     loss: float
     bits_per_byte: float | None
     tokens: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of an objective's sums
+
+    def event(self, step: int, seconds: float) -> Evaluated:
+        """The journal's event."""
+        said = self.loss, self.bits_per_byte, self.tokens, seconds, dict(self.metrics)
+        return Evaluated(*said, step=step)
 
 
 class TokenValidation:
-    """Validation text of the built-in decoder."""
+    """Validation text of the built-in decoder. weigh: counts what a microbatch weighs, if an
+    objective does not count targets. The loss is then none of text."""
 
-    def __init__(self, samples: ValidationSet) -> None:
-        self._samples, self.tokens = samples, samples.tokens
+    def __init__(
+        self, samples: ValidationSet, weigh: Callable[[Microbatch], float] | None = None
+    ) -> None:
+        self._samples, self._is_text = samples, weigh is None
+        self.tokens = samples.tokens
+        if weigh is not None:
+            self.tokens = shortest(sum(weigh(batch) for batch in samples.microbatches))
 
     @property
     def microbatches(self) -> int:
@@ -77,10 +91,11 @@ class TokenValidation:
         documents = None if batch.documents is None else moved(batch.documents, 0)
         inputs = moved(batch.inputs, 0)
         targets = moved(batch.targets, IGNORED_TARGET)
-        return TensorMicrobatch(inputs, targets, documents, [], 0.0)
+        side = {name: moved(array, 0) for name, array in batch.side.items()}
+        return TensorMicrobatch(inputs, targets, documents, [], 0.0, side=side)
 
-    def bits_per_byte(self, nats: float) -> float:
-        return self._samples.bits_per_byte(nats)
+    def bits_per_byte(self, nats: float) -> float | None:
+        return self._samples.bits_per_byte(nats) if self._is_text else None
 
 
 @dataclass(eq=False)
@@ -114,20 +129,27 @@ class Evaluator:
         with torch.no_grad():
             found = self.executor.evaluate(batches, on_progress)
         spoken = reports_losses(self.groups.replica, self.groups.coordinate)
-        losses = [float(loss) for loss in found] if spoken else []
-        # Without a backward nothing tells FSDP2 to give gathered parameters back.
-        for module in self.objective.modules():
-            reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
-            if reshard is not None:
-                reshard()
-        tree = ReductionTree(count)
-        total = tree.sum(gather_losses(self.groups, shares, losses))
+        losses = [number for loss in found for number in loss.flatten().tolist()] if spoken else []
+        give_back_gathered(self.objective)
+        tree, names = ReductionTree(count), sum_names_of(self.objective)
+        by_leaf, sums = gather_losses(self.groups, shares, losses, 1 + 2 * len(names))
+        total = tree.sum(by_leaf)
         if known is None:
             weights = [float(batch.tokens) for batch in batches] if spoken else []
-            known = shortest(tree.sum(gather_losses(self.groups, shares, weights)))
+            known = shortest(tree.sum(gather_losses(self.groups, shares, weights)[0]))
         if not known:
             return None
-        return Evaluation(total / known, self.validation.bits_per_byte(total), known)
+        bits = self.validation.bits_per_byte(total)
+        return Evaluation(total / known, bits, known, means_of(names, sums))
+
+
+def give_back_gathered(objective: nn.Module) -> None:
+    """Give back the parameters that a forward has gathered. Without a backward nothing tells FSDP2
+    to do so."""
+    for module in objective.modules():
+        reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
+        if reshard is not None:
+            reshard()
 
 
 def rows(array: NDArray[Any], part: int, parts: int, pad: int) -> NDArray[Any]:

@@ -43,7 +43,7 @@ Share = Sequence[tuple[int, Any]]
 
 def token_arguments(batch: TensorMicrobatch) -> tuple[Any, ...]:
     """What the decoder's objective takes of a microbatch."""
-    return batch.inputs, batch.targets, batch.documents
+    return batch.inputs, batch.targets, batch.documents, batch.side
 
 
 class Executor:
@@ -176,7 +176,7 @@ class PipelinedExecutor(Executor):
         self, part: StagePart | None, batch: TensorMicrobatch, incoming: Tensor | None
     ) -> Tensor:
         """A stage's own part of the forward: its residual stream, or on the last stage a loss."""
-        out: Tensor = self._objective(*self.arguments(batch), incoming, part)
+        out: Tensor = self._objective(*self.arguments(batch), incoming=incoming, part=part)
         return out
 
     def boundary(self, batch: TensorMicrobatch) -> tuple[tuple[int, ...], torch.dtype]:
@@ -199,11 +199,11 @@ class PipelinedExecutor(Executor):
             part = StagePart(replica.stage_blocks(number), is_last)
             modules: list[nn.Module | None] = [decoder.layers[b] for b in part.blocks]
             modules += [decoder.embed] if number == 0 else []
-            modules += [decoder.norm, decoder.head] if is_last else []
+            modules += [decoder.norm, decoder.head, decoder.score] if is_last else []
             found = [p for m in modules if m is not None for p in m.parameters()]
             own = StageParameters(found, len(numbers))
             reached = [p for p in found if p.requires_grad]
-            if is_last and decoder.config.tied_embeddings and decoder.embed is not None:
+            if is_last and decoder.config.has_tied_head and decoder.embed is not None:
                 reached += [p for p in decoder.embed.parameters() if p.requires_grad]
                 if 0 not in numbers:
                     own = StageParameters([*found, *decoder.embed.parameters()], len(numbers))

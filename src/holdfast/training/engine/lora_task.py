@@ -20,17 +20,23 @@ from holdfast.core.sharding.adapters import adapted_layers, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
-from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
 from holdfast.model.lora import add_adapters, set_base
 from holdfast.model.peft_folder import read_adapter
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.training.engine.executors import token_arguments
-from holdfast.training.engine.objective import NextTokenObjective
+from holdfast.training.engine.objective import NO_SIDE, NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.state import InitialBox
-from holdfast.training.engine.task import DecoderTask, TaskBatchSource, open_weights
+from holdfast.training.engine.task import (
+    DecoderBatches,
+    DecoderTask,
+    OpenBatches,
+    TaskBatchSource,
+    open_weights,
+)
+from holdfast.training.objectives.protocol import Side
 from holdfast.training.optimizers.make_optimizer import UserParts
 
 
@@ -49,6 +55,7 @@ class LoraObjective(NextTokenObjective):
         tokens: Tensor,
         targets: Tensor,
         documents: Tensor | None = None,
+        side: Side = NO_SIDE,
         key: int | None = None,
         incoming: Tensor | None = None,
         part: StagePart | None = None,
@@ -56,7 +63,7 @@ class LoraObjective(NextTokenObjective):
         """As `NextTokenObjective.forward`. key: the seed of the microbatch; None: there is no
         dropout, or there are no gradients."""
         self.decoder.before_block = None if key is None else partial(_begin_block, key)
-        return super().forward(tokens, targets, documents, incoming, part)
+        return super().forward(tokens, targets, documents, side, incoming, part)
 
 
 def _begin_block(key: int, position: int) -> None:
@@ -69,8 +76,13 @@ class LoraTask(DecoderTask):
     objective_class = LoraObjective
     arguments = staticmethod(_keyed_arguments)
 
-    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
-        super().__init__(config, user_parts)
+    def __init__(
+        self,
+        config: RunConfig,
+        user_parts: UserParts | None = None,
+        open_source: OpenBatches | None = None,
+    ) -> None:
+        super().__init__(config, user_parts, open_source)
         self._compute = Precision.of(config.train.precision).compute
         self._boxes: Mapping[str, Box] = {}  # what this rank has of the base
         self._base: dict[Box, Tensor] = {}
@@ -125,4 +137,5 @@ class LoraTask(DecoderTask):
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> Loader:
         seed = self._config.seed if self._config.lora.dropout else None
-        return Loader(cast(Batches, batches), share, seed=seed, **where)
+        source = cast(DecoderBatches, batches)
+        return Loader(source, share, seed=seed, weigh=self.weigher(), **where)

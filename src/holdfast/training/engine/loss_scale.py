@@ -58,8 +58,9 @@ class LossScale:
         return 1.0 if self._words is None else self.scale / self._unit
 
     def seed(self, loss: Tensor) -> Tensor | None:
-        """What the backward pass of `loss` begins with; None: 1."""
-        return None if self._words is None else torch.full_like(loss, self.factor)
+        """What the backward pass of `loss` begins with; None: 1. A loss may have sums after it."""
+        is_one = self._words is None and loss.dim() == 0
+        return None if is_one else torch.full_like(loss, self.factor)
 
     def judge(self, verdict: StepVerdict) -> StepVerdict:
         """Decide whether the step is skipped: the same on all ranks, because all have voted."""

@@ -159,7 +159,7 @@ def _first_non_finite(
         parameter.grad = None
     if bad:
         return False, bad[0]
-    if not all(bool(torch.isfinite(loss)) for loss in losses):
+    if not all(bool(torch.isfinite(loss.flatten()[0])) for loss in losses):
         return False, len(parameters) - 1
     for index in reversed(range(len(parameters))):
         gradient = gradients[index]

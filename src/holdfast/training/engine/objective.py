@@ -21,13 +21,16 @@ from torch import Tensor, nn
 
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
+from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.context import ContextParallel, TokenShare
 from holdfast.parallel.axes.tensor_parallel import TensorParallel
 from holdfast.parallel.axes.vocab_parallel import VocabularySoftmax
+from holdfast.training.objectives.protocol import Objective, Side
+from holdfast.training.objectives.rows import IGNORED_TARGET as IGNORED_TARGET
 
-IGNORED_TARGET = -100
+NO_SIDE: Side = {}
 
 LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [c, V], targets [c]) -> losses [c], and d loss / d logits [c, V] in the logits' dtype."""
@@ -44,6 +47,10 @@ class NextTokenObjective(nn.Module):
     vocabulary that is cut, whose ranks talk in the midst of it). weighted: targets may have
     weights (`core.data.target_weights`). chunk: `train.loss_chunk`.
 
+    loss: a function of log-probabilities instead of the next token's cross entropy
+    (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
+    vector. temperature: the logits of such a loss are divided by it.
+
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
     """
@@ -54,9 +61,10 @@ class NextTokenObjective(nn.Module):
         compiled: bool = False,
         weighted: bool = False,
         chunk: int | str = "auto",
+        loss: Objective | None = None,
     ):
         super().__init__()
-        self._chunk = chunk
+        self._chunk, self.loss, self.temperature = chunk, loss, 1.0
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -70,10 +78,11 @@ class NextTokenObjective(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         documents: Tensor | None = None,
+        side: Side = NO_SIDE,
         incoming: Tensor | None = None,
         part: StagePart | None = None,
     ) -> Tensor:
-        """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
+        """tokens, targets, documents, side: [B, S] -> loss sum: float64 scalar
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
         the stage before. A stage that is not the last returns its own instead of a loss. (Its
@@ -103,6 +112,8 @@ class NextTokenObjective(nn.Module):
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
+        if self.loss is not None:
+            return self._loss_of(self.loss, hidden, targets, documents, side)
         ids, scale = targets.flatten(), None
         if self._is_weighted:
             dtype = _wide_dtype(hidden.dtype)
@@ -110,18 +121,105 @@ class NextTokenObjective(nn.Module):
             hundredths = ids >> SHIFT
             weights = torch.where(hundredths > 0, hundredths.to(dtype) / PER_ONE, 1.0)
             ids, scale = torch.where(ids < 0, ids, ids & ID_BITS), weights.to(dtype)
-        loss = linear_cross_entropy(
+        loss = self._cross_entropy(hidden, ids, scale)
+        return loss if self.context is None else self.context.whole.reduce(loss)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The names of what follows the loss in the forward's vector."""
+        return () if self.loss is None else self.loss.names
+
+    def _cross_entropy(self, hidden: Tensor, ids: Tensor, scale: Tensor | None) -> Tensor:
+        """hidden: [B, S, D], ids: [B * S] and what each counts -> float64 scalar"""
+        return linear_cross_entropy(
             hidden.flatten(0, 1),
-            decoder.head_weight,
+            self.decoder.head_weight,
             ids,
             self._chunk,
             scale=scale,
             slope=self._loss_and_gradient,
-            vocabulary=decoder.config.vocab_size,
-            part=None if tensor is None else tensor.softmax,
-            softcap=decoder.config.logit_softcap,
+            **self._head_keywords(),
         )
-        return loss if self.context is None else self.context.whole.reduce(loss)
+
+    def _head_keywords(self) -> dict[str, Any]:
+        """How the head's logits become losses."""
+        model = self.decoder.config
+        return {
+            "vocabulary": model.vocab_size,
+            "part": None if self.tensor is None else self.tensor.softmax,
+            "softcap": model.logit_softcap,
+        }
+
+    def _loss_of(
+        self,
+        objective: Objective,
+        hidden: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        side: Side,
+    ) -> Tensor:
+        """hidden: [B, S, D] -> [1 + 2 * names] float64: the loss, and a sum and a count of each
+        name. Only the loss has a gradient.
+
+        The objective's gradient with respect to the log-probabilities is what each target counts
+        in a second pass of the head."""
+        assert documents is not None, "the run file's rules ask for documents"
+        is_trained = torch.is_grad_enabled() and hidden.requires_grad
+        has_words = self.decoder.config.has_language_head
+        logps = torch.zeros_like(targets, dtype=_wide_dtype(hidden.dtype))
+        values, given = self._values(hidden), dict(side)
+        if has_words:
+            hidden = hidden if self.temperature == 1.0 else hidden / self.temperature
+            logps, *more = self._log_probabilities(hidden, targets, objective.needs_entropy)
+            given |= dict(zip(("entropies",), more, strict=False))
+        missing = objective.needs - given.keys()
+        given |= {name: torch.zeros_like(logps) for name in missing}  # if it is skipped
+        leaves = [logps] * has_words
+        if values is not None:
+            given["values"] = values.detach()
+            leaves.append(given["values"])
+        for leaf in leaves:
+            leaf.requires_grad_(is_trained)
+        with torch.set_grad_enabled(is_trained):
+            found = objective(logps, targets, documents, given)
+        words = [found.total.detach()]
+        for name in objective.names:
+            words += [word.detach().double() for word in found.sums[name]]
+        said = torch.stack(words)
+        if not is_trained:
+            return said
+        slopes = list(torch.autograd.grad(found.total, leaves, materialize_grads=True))
+        carrier = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if has_words:
+            carrier = self._cross_entropy(hidden, targets.flatten(), -slopes.pop(0).flatten())
+        if values is not None:
+            carrier = carrier + (values * slopes.pop()).sum(dtype=torch.float64)
+        out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
+        return out
+
+    @torch.no_grad()
+    def _log_probabilities(
+        self, hidden: Tensor, targets: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, ...]:
+        """hidden: [B, S, D], targets: [B, S] -> [B, S], and the entropies [B, S] if asked for"""
+        rows = hidden.flatten(0, 1), self.decoder.head_weight, targets.flatten()
+        found = linear_losses(*rows, self._chunk, entropy=entropy, **self._head_keywords())
+        losses, *more = found.view(1 + entropy, *targets.shape)
+        return -losses, *more
+
+    def _values(self, hidden: Tensor) -> Tensor | None:
+        """The score head's output, in at least float32; None without one. Each tp rank has some
+        columns of the head, and gives a summand of the gradient of `hidden`.
+        [B, S, D] -> [B, S]"""
+        score = self.decoder.score
+        if score is None:
+            return None
+        if self.tensor is None:
+            return F.linear(hidden, score.weight)[..., 0].to(_wide_dtype(hidden.dtype))
+        collectives = self.tensor.collectives
+        first, size = tp_part(hidden.shape[-1], collectives.size, collectives.rank)
+        part = F.linear(hidden.narrow(-1, first, size), score.weight)[..., 0]
+        return collectives.reduce(part.to(_wide_dtype(hidden.dtype)))
 
     def run_compiled_loss(self, targets: Tensor, dtype: torch.dtype) -> None:
         """Run the loss and its gradient once for each length of chunk, as `forward` does for
@@ -136,6 +234,47 @@ class NextTokenObjective(nn.Module):
                     length, model.vocab_size, dtype=logits_dtype, device=targets.device
                 )
                 self._loss_and_gradient(logits, targets[:length])
+
+
+class _Reported(torch.autograd.Function):
+    """Numbers whose first one has the gradient of another scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, said: Tensor) -> Tensor:
+        return said
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[0], None
+
+
+def linear_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | str = "auto",
+    *,
+    vocabulary: int,
+    part: VocabularySoftmax | None = None,
+    softcap: float = 0.0,
+    entropy: bool = False,
+) -> Tensor:
+    """-log softmax(hidden weight^T)[target] of each target, without a gradient; 0 for those of
+    -100. entropy: the entropy of the softmax too. The other parameters are those of
+    `linear_cross_entropy`.  [T, D], [V, D], [T] -> [T], or [2, T]"""
+    losses: Losses = _losses if part is None else part.losses
+    entropies = _entropies if part is None else part.entropies
+    rows = vocabulary if part is None else part.part.rows
+    size = device_kind(hidden.device.type).chunk_tokens(vocabulary, chunk)
+    found = []
+    for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+        logits = F.linear(h, weight[:rows])
+        logits = _softcapped(logits, softcap) if softcap else logits
+        one = losses(logits, t)
+        if entropy:
+            one = torch.stack((one, entropies(logits).masked_fill(t < 0, 0.0)))
+        found.append(one)
+    return torch.cat(found, -1)
 
 
 def linear_cross_entropy(
@@ -305,6 +444,12 @@ def _loss_and_gradient_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: [c, V], targets: [c] -> losses [c]"""
     return target_losses(_log_softmax(logits), targets)
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    """logits: [c, V] -> [c], in nats"""
+    log_p = _log_softmax(logits)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from holdfast.events import (
     BatchFed,
     Blamed,
     CheckpointSkipped,
-    Evaluated,
     NonFinite,
     SaveInterval,
     StateDiffers,
@@ -390,6 +389,8 @@ class TrainingLoop:
                 phases=phases,
                 skipped_at=verdict.skipped_at,
                 exchanges={} if self.traffic is None else self.traffic.seconds_by_kind,
+                metrics=self.engine.metrics(verdict),
+                counts=self.engine.counts,
                 step=batch.step,
             )
         )
@@ -417,7 +418,7 @@ class TrainingLoop:
         if found is None:
             return
         seconds = self.clock() - begun
-        event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+        event = found.event(step, seconds)
         self.engine.history.last_validation = event
         if self.rank == 0:
             self.reporter.emit(event)

@@ -21,9 +21,10 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.core.data.skips import Skips
 from holdfast.core.data.target_weights import target_ids, target_weights
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import SCORE, Parameter
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.read.weight_files import refuse_other_weights
-from holdfast.data.stream.batch import Batches, Microbatch
+from holdfast.data.stream.batch import Batches, Microbatch, ValidationSet
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.loader import Loader
 from holdfast.errors import ConfigError
@@ -42,6 +43,7 @@ from holdfast.parallel.axes.expert_parallel import (
 )
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import apply_tensor_parallel, localise_parameters
+from holdfast.parallel.comm.collectives import Collectives
 from holdfast.training.engine.evaluate import TokenValidation, Validation
 from holdfast.training.engine.executors import (
     Executor,
@@ -53,6 +55,10 @@ from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.state import InitialBox
+from holdfast.training.objectives.preference import identity
+from holdfast.training.objectives.protocol import Combine
+from holdfast.training.objectives.registry import make_objective
+from holdfast.training.objectives.weights import ADDED, make_weigher
 from holdfast.training.optimizers.make_optimizer import UserParts
 
 
@@ -60,6 +66,27 @@ class TaskBatchSource(Protocol):
     """Every batch of a run, by step number; `data.batch.Batches` is one."""
 
     skips: Skips
+
+
+class DecoderBatches(TaskBatchSource, Protocol):
+    """What the built-in decoder trains on; `data.batch.Batches` is one. A run that generates its
+    own data has another, whose `microbatch` waits for what it returns."""
+
+    def microbatches(self, step: int) -> int:
+        """Logical microbatches of a step."""
+        ...
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch:
+        """Part `part` of `parts` of a microbatch; called on the loader's thread, in order."""
+        ...
+
+    def validation(self, samples: int) -> ValidationSet:
+        """The same samples each time; empty if there are none."""
+        ...
+
+
+OpenBatches = Callable[[str], DecoderBatches]
+"""Opens the batches of a run. The argument is the folder of the prepared dataset."""
 
 
 class EngineTask(Protocol):
@@ -125,13 +152,21 @@ class EngineTask(Protocol):
 
 
 class DecoderTask:
-    """The built-in decoder, trained to predict the next token of a token dataset."""
+    """The built-in decoder, trained to predict the next token of a token dataset, or for another
+    objective. open_source: opens the batches; None: those of the token dataset."""
 
     objective_class: ClassVar = NextTokenObjective
     arguments = staticmethod(token_arguments)
+    added_sides: frozenset[str] = ADDED
 
-    def __init__(self, config: RunConfig, user_parts: UserParts | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        user_parts: UserParts | None = None,
+        open_source: OpenBatches | None = None,
+    ) -> None:
         self._config, self.user_parts = config, user_parts or UserParts()
+        self._open_source = open_source
 
     def objective(self, groups: ProcessGroups) -> NextTokenObjective:
         """The blocks of this rank's stage, each tensor cut by tp. Raises ConfigError."""
@@ -145,12 +180,15 @@ class DecoderTask:
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
             objective = self.objective_class(
-                Decoder(config.model),
+                Decoder(_with_temperature(config)),
                 config.train.compile,
                 config.data.chat.weights,
                 config.train.loss_chunk,
+                make_objective(config.objective, _combiner(groups)),
             )
         decoder = objective.decoder
+        if config.rollout.is_on:  # at 0 a completion's log-probabilities are those at 1
+            objective.temperature = config.rollout.temperature or 1.0
         blocks = replica.blocks(place.pp)
         if blocks is not None:
             keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
@@ -220,7 +258,13 @@ class DecoderTask:
         if not model.weights:
             return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
         tensors = open_weights(model, Path(model.weights), model.weights_checksum, "model.weights")
-        return lambda row, box: tensors.box(row.name, box.offsets, box.lengths)
+
+        def value(row: Parameter, box: Box) -> Tensor:
+            if row.name == SCORE and SCORE not in tensors:  # of a language model
+                return initial_box(row, seed, box.offsets, box.lengths)
+            return tensors.box(row.name, box.offsets, box.lengths)
+
+        return value
 
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device
@@ -231,18 +275,28 @@ class DecoderTask:
         stream = config.model.dim, dtype
         return PipelinedExecutor(objective, groups, config.layout, *stream, device, self.arguments)
 
-    def open_batches(self, dataset: str) -> Batches:
+    def open_batches(self, dataset: str) -> DecoderBatches:
         config = self._config
+        if self._open_source is not None:
+            return self._open_source(dataset)
         opened = open_dataset(dataset, config.data)
-        return Batches(opened, config.data, config.train, config.seed)
+        key = config.objective.reference.key
+        return Batches(opened, config.data, config.train, config.seed, reference=key)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
     ) -> Loader:
-        return Loader(cast(Batches, batches), share, **where)
+        return Loader(cast(DecoderBatches, batches), share, weigh=self.weigher(), **where)
+
+    def weigher(self) -> Callable[[Microbatch], float] | None:
+        """What counts the weight of a microbatch; None: it says so itself."""
+        objective = make_objective(self._config.objective)
+        if objective is None:
+            return None
+        return make_weigher(self._config.objective, objective, self.added_sides)
 
     def validation(self, batches: TaskBatchSource, samples: int) -> TokenValidation:
-        return TokenValidation(cast(Batches, batches).validation(samples))
+        return TokenValidation(cast(DecoderBatches, batches).validation(samples), self.weigher())
 
     def read_step(self, dataset: str, step: int) -> list[dict[str, Tensor]]:
         batches = self.open_batches(dataset)
@@ -268,6 +322,23 @@ class DecoderTask:
         return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
 
 
+def _combiner(groups: ProcessGroups) -> Combine:
+    """What adds up over the ranks that share a microbatch's samples, in their order."""
+    if groups.degree("dp_shard") == 1:
+        return identity
+    axis = Collectives(groups.axis("dp_shard"), groups.traffic)
+    return lambda summed: axis.all_gather(summed[None]).sum(0)
+
+
+def _with_temperature(config: RunConfig) -> ModelConfig:
+    """Return the model whose logits are divided by the temperature that completions are drawn with,
+    so that log-probabilities of both are of one distribution."""
+    temperature, model = config.rollout.temperature, config.model
+    if not config.rollout.is_on or temperature in (0, 1):
+        return model
+    return model.model_copy(update={"logit_divisor": model.logit_divisor * temperature})
+
+
 def open_weights(model: ModelConfig, folder: Path, checksum: str, key: str) -> FolderTensors:
     """Return a folder's weights, by our names. key: of the run file, which names the folder. Raises
     ModelFolderError for another model, and for weights of another checksum."""
@@ -279,6 +350,7 @@ def open_weights(model: ModelConfig, folder: Path, checksum: str, key: str) -> F
 
 def _named_tensors(read: Microbatch, is_weighted: bool) -> dict[str, Tensor]:
     found: dict[str, Any] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
+    found |= read.side
     if is_weighted:
         found["weights"] = target_weights(read.targets)
     return {name: torch.from_numpy(rows) for name, rows in found.items()}

@@ -77,6 +77,7 @@ class StepAccount:
 
     tokens: float  # a whole number, unless a task's weights are fractions
     losses: tuple[float, ...]
+    sums: tuple[float, ...] = ()  # of an objective: sum and count of each of its names
 
     @property
     def loss(self) -> float:
@@ -105,7 +106,8 @@ class StepVerdict:
 
     loss: sum over the tokens of the global batch. norm: of the summed gradient, before it is
     divided by `tokens`. is_skipped: the gradient is not finite because it was scaled; the step is
-    applied, and changes nothing but the loss scale. loss_scale: of an applied step; 0: none.
+    applied, and changes nothing but the loss scale. loss_scale: of an applied step; 0: none. sums:
+    as in `StepAccount`.
     """
 
     tokens: float
@@ -116,6 +118,7 @@ class StepVerdict:
     requests: Wishes
     is_skipped: bool = False
     loss_scale: float = 0.0
+    sums: tuple[float, ...] = ()
 
     @property
     def skipped_at(self) -> float:
@@ -140,14 +143,25 @@ class StepVerdict:
 class AccountExchange:
     """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
-    units, losses: of my share: its weight in units, and one loss per leaf in rising order. Only
-    the ranks that speak send them. `wait_for_all` raises any failure as PeerLostError.
+    units, losses: of my share: its weight in units, and `width` numbers per leaf in rising order,
+    its loss and an objective's sums. Only the ranks that speak send them. `wait_for_all` raises
+    any failure as PeerLostError.
     """
 
-    def __init__(self, groups: ProcessGroups, shares: Shares, units: int, losses: Sequence[float]):
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        shares: Shares,
+        units: int,
+        losses: Sequence[float],
+        width: int = 1,
+    ):
         self._reported_leaves = _reported_leaves(groups.topology, shares)
+        self._width = width
         control, own = groups.control, self._reported_leaves[groups.control.rank]
-        self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._reported_leaves]
+        self._records = [
+            torch.empty(1 + len(s) * width, dtype=torch.int64) for s in self._reported_leaves
+        ]
         self._receives: list[Work] = []
         self._error: RuntimeError | None = None
         if own:
@@ -177,8 +191,9 @@ class AccountExchange:
             record.tolist() if own else [0]
             for record, own in zip(self._records, self._reported_leaves, strict=True)
         ]
-        losses = _by_leaf([_floats(words[1:]) for words in said], self._reported_leaves)
-        return StepAccount(from_units(sum(words[0] for words in said)), tuple(losses))
+        floats = [_floats(words[1:]) for words in said]
+        losses, sums = _columns(floats, self._reported_leaves, self._width)
+        return StepAccount(from_units(sum(words[0] for words in said)), losses, sums)
 
 
 def vote(
@@ -218,18 +233,22 @@ def vote(
         is_whole=all(b.has_whole_gradient for b, _ in ballots),
         is_finite=finite and isfinite(norm),
         requests=_wishes_from_flags(reduce(or_, (flags for _, flags in ballots))),
+        sums=account.sums,
     )
 
 
-def share_verdict(groups: ProcessGroups, verdict: StepVerdict | None) -> StepVerdict | None:
+def share_verdict(
+    groups: ProcessGroups, verdict: StepVerdict | None, sums: int = 0
+) -> StepVerdict | None:
     """Return the verdict if any rank of my replica has it. All of its ranks must call this, and
-    get the same answer. Raises PeerLostError when one of them is lost."""
+    get the same answer. sums: how many a verdict has. Raises PeerLostError when a rank is lost."""
     meeting = groups.replica_groups.lockstep
     if meeting is None or not groups.is_lockstep:
         return verdict
-    words = [0] * VERDICT_WORDS if verdict is None else verdict_words(verdict)
+    size = VERDICT_WORDS + sums
+    words = [0] * size if verdict is None else verdict_words(verdict)
     record = torch.tensor([int(verdict is not None), *words], dtype=torch.int64)
-    said = exchange(meeting, record, [1 + VERDICT_WORDS] * meeting.size, _TAG_SHARED_VERDICT)
+    said = exchange(meeting, record, [1 + size] * meeting.size, _TAG_SHARED_VERDICT)
     known = [words for found, *words in (other.tolist() for other in said) if found]
     return verdict_from_words(known[0]) if known else None
 
@@ -243,19 +262,20 @@ def meet_before_leaving(groups: ProcessGroups) -> None:
 
 
 VERDICT_WORDS = 4
+"""Of a verdict without sums."""
 
 
 def verdict_words(verdict: StepVerdict) -> list[int]:
     """A verdict as int64 words; floats as their bits."""
     flags = _WHOLE_BIT * verdict.is_whole | _FINITE_BIT * verdict.is_finite
     flags |= _SKIPPED_BIT * verdict.is_skipped | _flags(verdict.requests)
-    return [flags, *_float_words((verdict.tokens, verdict.loss, verdict.norm))]
+    return [flags, *_float_words((verdict.tokens, verdict.loss, verdict.norm, *verdict.sums))]
 
 
 def verdict_from_words(words: Sequence[int]) -> StepVerdict:
     """The inverse of `verdict_words`."""
     flags, *rest = words
-    tokens, loss, norm = _floats(rest)
+    tokens, loss, norm, *sums = _floats(rest)
     return StepVerdict(
         shortest(tokens),
         loss,
@@ -264,23 +284,28 @@ def verdict_from_words(words: Sequence[int]) -> StepVerdict:
         bool(flags & _FINITE_BIT),
         _wishes_from_flags(flags),
         bool(flags & _SKIPPED_BIT),
+        sums=tuple(sums),
     )
 
 
-def gather_losses(groups: ProcessGroups, shares: Shares, losses: Sequence[float]) -> list[float]:
-    """Return the losses of all ranks, by leaf. losses: of my share, in rising order; empty if
-    this rank is not one that `speaks`. Raises PeerLostError."""
+def gather_losses(
+    groups: ProcessGroups, shares: Shares, losses: Sequence[float], width: int = 1
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the losses of all ranks, by leaf, and an objective's sums over all leaves. losses:
+    `width` numbers for each leaf of my share, in rising order; empty if this rank is not one that
+    `speaks`. Raises PeerLostError."""
     spoken = _reported_leaves(groups.topology, shares)
     record = torch.tensor(_float_words(losses), dtype=torch.int64)
     records: list[torch.Tensor] | None = None
     try:
-        records = exchange(groups.control, record, [len(s) for s in spoken], _TAG_LOSSES)
+        sizes = [len(s) * width for s in spoken]
+        records = exchange(groups.control, record, sizes, _TAG_LOSSES)
     finally:  # no rank continues alone to a point that the rest of its replica will not reach
         together = _do_all_have(groups, records is not None)
     if not together:
         raise PeerLostError("a peer of another rank of this replica was lost in a validation")
     assert records is not None
-    return _by_leaf([_floats(r.tolist()) for r in records], spoken)
+    return _columns([_floats(r.tolist()) for r in records], spoken, width)
 
 
 def _do_all_have(groups: ProcessGroups, have: bool) -> bool:
@@ -308,6 +333,17 @@ def _reported_leaves(topology: Topology, shares: Shares) -> tuple[tuple[int, ...
         for replica in topology.replicas
         for rank in replica.ranks
     )
+
+
+def _columns(
+    floats: Sequence[Sequence[float]], reported: Sequence[Sequence[int]], width: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`width` numbers for each leaf -> the first of each leaf, and the tree sums of the others."""
+    places = [[leaf * width + k for leaf in leaves for k in range(width)] for leaves in reported]
+    found = _by_leaf(floats, places)
+    tree = ReductionTree(len(found) // width)
+    sums = tuple(tree.sum(found[k::width]) for k in range(1, width))
+    return tuple(found[::width]), sums
 
 
 def _by_leaf(losses: Sequence[Sequence[float]], reported: Sequence[Sequence[int]]) -> list[float]:

@@ -47,6 +47,7 @@ from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.step_status import REMEMBERED_STEPS, PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
+from holdfast.training.objectives.registry import sum_names
 from holdfast.training.recover.recovery_agreement import (
     NO_STATE,
     Agreement,
@@ -194,7 +195,8 @@ class GenerationEntry:
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
         before, came_from = self.old_topology, self.came_from
-        found = agree(control, statement, self.topology, before, came_from, most)
+        sums = 2 * len(sum_names(self.config.objective))
+        found = agree(control, statement, self.topology, before, came_from, most, sums)
         self.timer.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):
             table = run_state_table(self.config)
@@ -324,6 +326,8 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
             samples=engine.plan.samples(number),
             phases={},
             skipped_at=verdict.skipped_at,
+            metrics=engine.metrics(verdict),
+            counts=engine.counts,
             step=number,
         )
         for number, verdict in sorted(voted.items())

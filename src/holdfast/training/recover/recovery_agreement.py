@@ -71,6 +71,7 @@ class RankStatement:
     loss: float = 0.0
     squared_norm: float = 0.0
     computed_leaves: tuple[int, ...] = ()
+    sums: tuple[float, ...] = ()
 
 
 NO_STATE = RankStatement(RankProgress(None))
@@ -95,6 +96,7 @@ def statement_of(engine: StepEngine, step: int) -> RankStatement:
         has_counts=whole and counts,
         tokens=account.tokens if whole and account is not None else 0,
         loss=account.loss if whole and account is not None else 0.0,
+        sums=account.sums if whole and account is not None else (),
         squared_norm=engine.squared_norm() if whole else 0.0,
         computed_leaves=engine.computed_leaves,
     )
@@ -127,10 +129,12 @@ def agree(
     old_topology: Topology,
     came_from: CameFrom,
     max_microbatches: int,
+    sums: int = 0,
 ) -> Agreement:
     """Exchange the statements of all ranks over `control`, and draw the conclusions.
 
-    max_microbatches: microbatches that any step has. old_topology: the topology that spreads the
+    max_microbatches: microbatches that any step has. sums: numbers that an objective adds up in a
+    step. old_topology: the topology that spreads the
     present state. came_from: see `core.sharding.reshard_plan.plan_reshard`. Raises PeerLostError.
     Raises LayoutError, on every rank alike, if ranks were given different rebuilds or no rank has a
     state.
@@ -139,7 +143,8 @@ def agree(
     made_from = [topology.to_json(), old_topology.to_json(), list(came_from)]
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     plan = int(digest[:15], 16), int(digest[15:30], 16)
-    record = torch.tensor([*plan, *_encode(statement, max_microbatches)], dtype=torch.int64)
+    said = _encode(statement, max_microbatches, sums)
+    record = torch.tensor([*plan, *said], dtype=torch.int64)
     answers = exchange(control, record, [len(record)] * control.size, _AGREEMENT_TAG)
     words = dict(zip(order, (answer.tolist() for answer in answers), strict=True))
     if any(words[rank][: len(plan)] != list(plan) for rank in order):
@@ -148,7 +153,7 @@ def agree(
             where="topology",
             remedy="give all of them one topology, and one list of where they came from",
         )
-    by_rank = [_decode(words[rank][len(plan) :]) for rank in range(topology.world_size)]
+    by_rank = [_decode(words[rank][len(plan) :], sums) for rank in range(topology.world_size)]
     return conclude(by_rank, topology, old_topology, came_from)
 
 
@@ -177,7 +182,13 @@ def conclude(
     if known is None and found.appliers and norm is not None:
         one = statements[min(found.appliers)]
         known = StepVerdict(
-            one.tokens, one.loss, norm, is_whole=True, is_finite=True, requests=Wishes()
+            one.tokens,
+            one.loss,
+            norm,
+            is_whole=True,
+            is_finite=True,
+            requests=Wishes(),
+            sums=one.sums,
         )
     stayed = tuple(None if rank in found.receivers else was for rank, was in enumerate(came_from))
     kept = frozenset(
@@ -253,11 +264,14 @@ def _combined_norm(
     return None
 
 
-def _encode(said: RankStatement, most: int) -> list[int]:
-    """int64 words; floats as their bits, and `most` bits that say what is computed."""
+def _encode(said: RankStatement, most: int, sums: int) -> list[int]:
+    """int64 words; floats as their bits, and `most` bits that say what is computed. sums: how many
+    a verdict has."""
     flags = _SUMMED * said.progress.is_summed | _INTACT * said.is_replica_intact
     flags |= _VERDICT * (said.verdict is not None) | _COUNTED * said.has_counts
-    verdict = [0] * VERDICT_WORDS if said.verdict is None else verdict_words(said.verdict)
+    empty = [0] * (VERDICT_WORDS + sums)
+    verdict = empty if said.verdict is None else verdict_words(said.verdict)
+    added = struct.pack(f"{sums}d", *(said.sums or [0.0] * sums))
     applied = -1 if said.progress.applied_step is None else said.progress.applied_step
     numbers = struct.unpack("3q", struct.pack("3d", said.tokens, said.loss, said.squared_norm))
     stage = _STAGES.index(said.progress.stage)
@@ -271,13 +285,15 @@ def _encode(said: RankStatement, most: int) -> list[int]:
         said.verdict_step,
         said.validated_step,
         *verdict,
+        *struct.unpack(f"{sums}q", added),
         *mask,
     ]
 
 
-def _decode(words: Sequence[int]) -> RankStatement:
+def _decode(words: Sequence[int], sums: int) -> RankStatement:
     applied, stage, flags, tokens, loss, squares, step, validated, *rest = words
-    verdict, mask = rest[:VERDICT_WORDS], rest[VERDICT_WORDS:]
+    size = VERDICT_WORDS + sums
+    verdict, added, mask = rest[:size], rest[size : size + sums], rest[size + sums :]
     computed = tuple(
         _BITS_PER_WORD * at + bit
         for at, word in enumerate(mask)
@@ -296,4 +312,5 @@ def _decode(words: Sequence[int]) -> RankStatement:
         numbers[1],
         numbers[2],
         computed,
+        struct.unpack(f"{sums}d", struct.pack(f"{sums}q", *added)),
     )

@@ -1,0 +1,176 @@
+"""The `objective` section: what the built-in decoder is trained for.
+
+A kind has keys of its own, with the names that TRL uses. A key that is left out has the default of
+its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field
+
+from holdfast.config.sections.base import Branch, Never, Section
+from holdfast.config.sections.reference import ReferenceConfig
+
+NEXT_TOKEN = "next_token"
+
+Kind = Literal["next_token", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "grpo", "rloo", "ppo"]
+DpoLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+]
+
+
+@dataclass(frozen=True)
+class KindOfObjective:
+    """What follows from a kind."""
+
+    defaults: Mapping[str, float | str] = field(default_factory=dict)  # of its keys
+    unit: str = "tokens"  # what the weight of a microbatch counts
+    is_of_pairs: bool = False  # documents 2i and 2i + 1 are chosen and rejected
+    has_score_head: bool = False  # a head [1, D] gives a value of each token
+    has_language_head: bool = True  # the vocabulary's head is used
+    needs_reference: bool = False  # log-probabilities under the reference
+
+
+KINDS: Mapping[str, KindOfObjective] = {
+    NEXT_TOKEN: KindOfObjective(),
+    "dpo": KindOfObjective(
+        {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0, "discopop_tau": 0.05},
+        "pairs",
+        is_of_pairs=True,
+        needs_reference=True,
+    ),
+    "ipo": KindOfObjective({"beta": 0.1}, "pairs", is_of_pairs=True, needs_reference=True),
+    "simpo": KindOfObjective(
+        {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0, "cpo_alpha": 0.0},
+        "pairs",
+        is_of_pairs=True,
+    ),
+    "orpo": KindOfObjective({"beta": 0.1}, "pairs", is_of_pairs=True),
+    "kto": KindOfObjective(
+        {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        "rows",
+        needs_reference=True,
+    ),
+    "reward": KindOfObjective(
+        {"center_rewards_coefficient": 0.0},
+        "pairs",
+        is_of_pairs=True,
+        has_score_head=True,
+        has_language_head=False,
+    ),
+    "grpo": KindOfObjective({}, "rows"),
+    "rloo": KindOfObjective({}, "rows"),
+    "ppo": KindOfObjective({}, "rows", has_score_head=True),
+}
+
+
+class ObjectiveConfig(Section):
+    """What is minimised. Keys of another kind are refused."""
+
+    kind: Never[Kind] = "next_token"
+    """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; policy
+    gradients: grpo, rloo, ppo"""
+    beta: Branch[float | None] = Field(None, ge=0)
+    """dpo, ipo, kto: strength of the pull to the reference (0.1); simpo: scale of rewards (2.0);
+    orpo: weight of the odds ratio (0.1)"""
+    loss_type: Branch[DpoLoss | None] = None
+    """dpo: the loss of a pair (sigmoid); names of TRL"""
+    label_smoothing: Branch[float | None] = Field(None, ge=0, lt=1)
+    """dpo, simpo: share of pairs whose order is taken to be wrong (0)"""
+    discopop_tau: Branch[float | None] = Field(None, gt=0)
+    """dpo with loss_type discopop: temperature of its mixture (0.05)"""
+    simpo_gamma: Branch[float | None] = Field(None, ge=0)
+    """simpo: margin that the chosen answer must have (0.5)"""
+    cpo_alpha: Branch[float | None] = Field(None, ge=0)
+    """simpo: weight of the chosen answer's cross entropy (0)"""
+    desirable_weight: Branch[float | None] = Field(None, ge=0)
+    """kto: weight of the wanted rows (1)"""
+    undesirable_weight: Branch[float | None] = Field(None, ge=0)
+    """kto: weight of the unwanted rows (1)"""
+    center_rewards_coefficient: Branch[float | None] = Field(None, ge=0)
+    """reward: weight of a term that centres rewards at 0 (0)"""
+
+    reference: Never[ReferenceConfig] = ReferenceConfig()
+
+    @property
+    def facts(self) -> KindOfObjective:
+        """What follows from the kind."""
+        return KINDS[self.kind]
+
+    @property
+    def is_next_token(self) -> bool:
+        return self.kind == NEXT_TOKEN
+
+    @property
+    def score_head(self) -> str:
+        """The value of `model.score_head` that the kind needs."""
+        if not self.facts.has_score_head:
+            return "none"
+        return "also" if self.facts.has_language_head else "only"
+
+    @property
+    def counts(self) -> str:
+        """What the weight of a microbatch counts, if it is not tokens."""
+        unit = self.facts.unit
+        return "" if unit == "tokens" else unit
+
+    def number(self, key: str) -> float:
+        """Return a key's value, or the default of the kind."""
+        said = getattr(self, key)
+        return float(self.facts.defaults[key] if said is None else said)
+
+    def text(self, key: str) -> str:
+        """The same for a key that is a word."""
+        said = getattr(self, key)
+        return str(self.facts.defaults[key] if said is None else said)
+
+    def broken_rules(self) -> Iterator[str]:
+        for key in type(self).model_fields:
+            if (
+                key in ("kind", "reference")
+                or getattr(self, key) is None
+                or key in self.facts.defaults
+            ):
+                continue
+            kinds = [kind for kind, facts in KINDS.items() if key in facts.defaults]
+            yield (
+                f"{key} is a key of {' and '.join(kinds)}, and kind is {self.kind}: "
+                f"use objective.kind: {kinds[0]}, or remove {key}"
+            )
+        if self.reference.model and not self.facts.needs_reference:
+            kinds = [kind for kind, facts in KINDS.items() if facts.needs_reference]
+            yield (
+                f"reference.model has no effect, as kind {self.kind} needs no reference: use "
+                f"objective.kind: {kinds[0]}, or remove the key"
+            )
+        if self.kind == "dpo":
+            yield from self._broken_dpo_rules()
+        if self.kind in ("ipo", "simpo") and self.beta == 0:
+            yield f"beta 0 divides by zero in {self.kind}: use {self.facts.defaults['beta']}"
+
+    def _broken_dpo_rules(self) -> Iterator[str]:
+        smoothing, loss = self.number("label_smoothing"), self.text("loss_type")
+        if smoothing and loss not in ("sigmoid", "robust", "exo_pair"):
+            yield f"label_smoothing has no effect with loss_type {loss}: use loss_type: sigmoid"
+        if loss == "robust" and smoothing >= 0.5:
+            yield f"label_smoothing {smoothing} must be below 0.5 with loss_type robust: use 0.1"
+        if loss == "exo_pair" and not smoothing:
+            yield "loss_type exo_pair takes the logarithm of label_smoothing: use 0.001"
+        if loss == "sppo_hard" and self.beta == 0:
+            yield "beta 0 divides by zero in sppo_hard: use 0.1"
+        if self.discopop_tau is not None and loss != "discopop":
+            yield f"discopop_tau has no effect with loss_type {loss}: use loss_type: discopop"

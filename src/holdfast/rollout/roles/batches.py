@@ -1,0 +1,212 @@
+"""Every batch of a run that generates its data: completions as rows, by step number.
+
+A sample of the order is one completion, and one row. Its group may lie in several microbatches. So
+advantages are computed of the complete group, before the rows are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.run import RunConfig
+from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
+from holdfast.core.data.sample_order import BatchSchedule
+from holdfast.core.data.skips import Skips
+from holdfast.data.stream.batch import MASKED_TARGET, Microbatch, ValidationSet, fed_hash
+from holdfast.rollout.roles.feed import CompletionFeed, DrawnGroup
+from holdfast.rollout.roles.texts import Texts
+
+SOURCE = "prompts"
+"""The name of the data in the ledger."""
+GROUPS_KEY = "groups"
+"""Key of a ledger entry: [pass, prompt, policy, draws, 1 if it was filtered] of each group."""
+
+
+ROW_VALUES = (
+    *("advantages", "score", "reward", "reward_std", "frac_reward_zero_std"),
+    "completions/clipped_ratio",
+)
+"""Side tensors with one value for each completion (`training/objectives/policy.py`)."""
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """The names of the data, for the audit."""
+
+    version: str
+    source_names: tuple[str, ...] = (SOURCE,)
+
+    def is_version(self, version: str) -> bool:
+        return version == self.version
+
+
+class RolloutBatches:
+    """The batches of a run with `rollout`. Without a feed it knows their places alone."""
+
+    def __init__(self, config: RunConfig, skips: Skips | None = None) -> None:
+        rollout, train = config.rollout, config.train
+        self.skips = skips or Skips()
+        self.microbatch_size = train.microbatch_size
+        stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+        self.schedule = BatchSchedule(train.batch_size, stages)
+        self.order = GroupOrder(config.seed, rollout.count, rollout.samples)
+        self.dataset = PromptData(rollout.version)
+        self.feed: CompletionFeed | None = None
+        self._config, self._length = config, config.data.sequence_length
+        self._plan: Callable[[int], Sequence[int]] = lambda step: ()
+        self._texts: Texts | None = None
+        self.on_groups: Callable[[int, Sequence[DrawnGroup]], None] = lambda step, groups: None
+        """Called with a step and the groups of this rank's share that begin in it."""
+
+    @property
+    def texts(self) -> Texts:
+        if self._texts is None:
+            self._texts = Texts.open(self._config)
+        return self._texts
+
+    def attach(self, feed: CompletionFeed, plan: Callable[[int], Sequence[int]]) -> None:
+        """Read completions from a feed. plan: this rank's microbatches of a step."""
+        self.feed, self._plan = feed, plan
+
+    def detach(self) -> None:
+        if self.feed is not None:
+            self.feed.close()
+            self.feed = None
+
+    @property
+    def group_audit(self) -> GroupAudit:
+        """Return the check of the fates of completions, at its begin."""
+        rollout = self._config.rollout
+        return GroupAudit(self.order, rollout.lag, rollout.draws)
+
+    def microbatches(self, step: int) -> int:
+        """Logical microbatches of a step."""
+        return self.schedule.size(step) // self.microbatch_size
+
+    def validation(self, samples: int) -> ValidationSet:
+        """There is none: rewards of the completions are the measure."""
+        return ValidationSet([], 0, 1.0)
+
+    def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
+        return self.schedule.share(self.microbatch_size, step, index, part, parts)
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch:
+        """Microbatch `index` of a step, or the `part`-th of `parts` equal shares of its rows. Waits
+        for its completions, which the feed may interrupt."""
+        start, stop = self.positions(step, index, part, parts)
+        why = self.skips.reason(step, index)
+        entry: dict[str, Any] = {
+            "microbatch": index,
+            "source": SOURCE,
+            "start": start,
+            "stop": stop,
+            "hash": "",
+            "skipped": why,
+        }
+        if why or self.feed is None:
+            return self._blank(stop - start, [entry])
+        groups = self._drawn(step, start, stop, part, parts)
+        entry[GROUPS_KEY] = [
+            [g.epoch, g.prompt, g.policy, g.draws, int(g.is_filtered)] for g in groups.values()
+        ]
+        batch = self._rows(start, stop, groups)
+        entry["hash"] = fed_hash(batch.inputs, batch.targets, batch.side)
+        return replace(batch, entries=[entry])
+
+    def hash_of(self, start: int, stop: int) -> str:
+        """Unknown: only a policy that is gone makes the same completions again."""
+        return ""
+
+    def blank_hash(self, samples: int) -> str:
+        """The ledger hash of so many skipped rows."""
+        blank = self._blank(samples, [])
+        return fed_hash(blank.inputs, blank.targets)
+
+    # --- parts ----------------------------------------------------------------------------------
+    def _drawn(
+        self, step: int, start: int, stop: int, part: int, parts: int
+    ) -> dict[Group, DrawnGroup]:
+        """Wait for the groups of these positions. Those of the rank's further rows of this step and
+        of the steps whose policy exists are made meanwhile."""
+        assert self.feed is not None
+        asked = self.order.groups(start, stop)
+        last = min(step + self._config.rollout.lag, self._config.train.steps)
+        ahead = [
+            (later, group)
+            for later in range(step, last + 1)
+            for index in self._plan(later)
+            if not self.skips.reason(later, index)
+            for group in self.order.groups(*self.positions(later, index, part, parts))
+        ]
+        self.feed.groups(step, asked, ahead)
+        groups = {group: self.feed.drawn(step, group) for group in asked}
+        size = self._config.rollout.samples
+        first = self.order.groups(-(-start // size) * size, stop) if start % size else asked
+        self.on_groups(step, [groups[group] for group in first])
+        return groups
+
+    def _rows(self, start: int, stop: int, groups: dict[Group, DrawnGroup]) -> Microbatch:
+        """The rows of these positions, with what the objective needs of each."""
+        blank, size = self._blank(stop - start, []), self._config.rollout.samples
+        inputs, targets, documents = blank.inputs, blank.targets, blank.documents
+        assert documents is not None
+        values = {group: self.values_of(drawn) for group, drawn in groups.items()}
+        side = {name: np.zeros(inputs.shape, dtype=np.float32) for name in ("old", *ROW_VALUES)}
+        _, epochs, samples = self.order.places(start, stop)
+        for row, (epoch, sample) in enumerate(zip(epochs.tolist(), samples.tolist(), strict=True)):
+            prompt, number = divmod(sample, size)
+            group = groups[epoch, prompt]
+            ids, made = self.texts.prompts[prompt].ids, group.completions[number].completion
+            tokens = np.asarray([*ids, *made.tokens], dtype=np.int64)
+            length = len(tokens) - 1
+            inputs[row, :length], documents[row, :length] = tokens[:-1], 0
+            if group.is_filtered:
+                continue
+            reply = slice(len(ids) - 1, length)
+            targets[row, reply], side["old"][row, reply] = made.tokens, made.logps
+            for name in ROW_VALUES:
+                side[name][row, reply] = values[epoch, prompt][name][number]
+        weight = int((targets != MASKED_TARGET).sum())
+        return Microbatch(inputs, targets, documents, [], weight, side)
+
+    def values_of(self, group: DrawnGroup) -> dict[str, NDArray[np.float64]]:
+        """What the objective needs of each completion of a group: [samples] by name."""
+        # It imports torch, and the agent, which asks for places alone, has none.
+        from holdfast.training.objectives.policy import group_advantages, group_std, leave_one_out
+
+        rewards = np.asarray(
+            [self._total(each.rewards) for each in group.completions], dtype=np.float64
+        )
+        objective, shape = self._config.objective, np.ones_like(rewards)
+        if objective.kind == "rloo":
+            advantages = leave_one_out(rewards[None])[0]
+        else:
+            scale = objective.text("scale_rewards") if objective.kind == "grpo" else "none"
+            advantages = group_advantages(rewards[None], scale)[0]
+        clipped = [float(each.completion.finish == "length") for each in group.completions]
+        return {
+            "advantages": advantages,
+            "score": rewards,
+            "reward": rewards,
+            "reward_std": group_std(rewards[None])[0],
+            "frac_reward_zero_std": shape * float(len(set(rewards.tolist())) == 1),
+            "completions/clipped_ratio": np.asarray(clipped),
+        }
+
+    def _total(self, numbers: Sequence[float]) -> float:
+        rewards = self._config.rollout.rewards
+        return sum(r.weight * number for r, number in zip(rewards, numbers, strict=True))
+
+    def _blank(self, rows: int, entries: list[dict[str, Any]]) -> Microbatch:
+        """Rows without a target. What follows a row's end is a document of its own."""
+        shape = (rows, self._length)
+        pad = 0 if self.feed is None else self.texts.pad
+        inputs: NDArray[np.int64] = np.full(shape, pad, dtype=np.int64)
+        targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
+        return Microbatch(inputs, targets, np.ones(shape, dtype=np.int32), entries, 0)

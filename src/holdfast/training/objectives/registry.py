@@ -1,0 +1,60 @@
+"""The objectives by the kind that the run file names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+
+from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.errors import ConfigError
+from holdfast.training.objectives.policy import Grpo, Ppo, Rloo
+from holdfast.training.objectives.preference import Dpo, Ipo, Kto, Orpo, Reward, Simpo, identity
+from holdfast.training.objectives.protocol import Combine, Objective
+
+MakeObjective = Callable[[ObjectiveConfig, Combine], Objective]
+
+OBJECTIVES: Mapping[str, MakeObjective] = {
+    "dpo": Dpo,
+    "ipo": Ipo,
+    "simpo": Simpo,
+    "orpo": Orpo,
+    "kto": Kto,
+    "reward": Reward,
+    "grpo": Grpo,
+    "rloo": Rloo,
+    "ppo": Ppo,
+}
+
+
+def sum_names(config: ObjectiveConfig) -> tuple[str, ...]:
+    """Return the names of what the run's objective adds up besides the loss."""
+    objective = make_objective(config)
+    return () if objective is None else objective.names
+
+
+def sum_names_of(module: object) -> tuple[str, ...]:
+    """The names of what a module returns after its loss; none of one that returns the loss."""
+    return getattr(module, "sum_names", ())
+
+
+def means_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the means of sums and counts, one pair for each name. A name with a count of 0, or a
+    mean that is not finite, is left out."""
+    pairs = zip(names, sums[0::2], sums[1::2], strict=bool(sums))
+    means = {name: total / count for name, total, count in pairs if count}
+    return {name: mean for name, mean in means.items() if isfinite(mean)}
+
+
+def make_objective(config: ObjectiveConfig, combine: Combine = identity) -> Objective | None:
+    """Return the run's objective; None: the next token. combine: adds up over the ranks that share
+    a microbatch's samples. Raises ConfigError for a kind that does not exist yet."""
+    if config.is_next_token:
+        return None
+    make = OBJECTIVES.get(config.kind)
+    if make is None:
+        raise ConfigError(
+            f"objective.kind {config.kind} cannot be trained yet",
+            where="objective.kind",
+            remedy=f"use one of {', '.join(OBJECTIVES)}",
+        )
+    return make(config, combine)
