@@ -112,6 +112,7 @@ def test_an_adapter_is_a_model_of_its_own(server: CompletionServer) -> None:
         ({"logprobs": {"token_logprobs": [-1.0]}, "token_ids": None}, "gives no token ids"),
         ({"token_ids": [VOCABULARY]}, f"the server's model gave token {VOCABULARY}"),
         ({"finish_reason": "stop", "token_ids": [9]}, "no end token of the run"),
+        ({"prompt_token_ids": [1, 0]}, "read another prompt"),
         ({"finish_reason": "abort"}, "ended by 'abort'"),
         ({"token_ids": [1, 2]}, "2 tokens with 1 log-probabilities"),
     ],

@@ -168,6 +168,13 @@ def read_completion(request: CompletionRequest, data: bytes) -> Completion:
         ended = choice["finish_reason"]
     except (KeyError, IndexError, TypeError):
         raise BadAnswerError("the answer has no choice with a finish_reason") from None
+    read = choice.get("prompt_token_ids")
+    if read is not None and read != list(request.prompt):
+        raise UserError(
+            "the server read another prompt than it was given",
+            where=KEY,
+            remedy="serve the model without a change of prompts (such as a token at their start)",
+        )
     tokens, logps = _tokens_and_logps(choice)
     how = request.sampling
     if ended not in ("stop", "length"):
