@@ -213,8 +213,7 @@ class RolloutBatches:
     def _blank(self, rows: int, entries: list[dict[str, Any]]) -> Microbatch:
         """Rows without a target. What follows a row's end is a document of its own."""
         shape = (rows, self._length)
-        pad = 0 if self.texts is None else self.texts.pad
-        inputs: NDArray[np.int64] = np.full(shape, pad, dtype=np.int64)
+        inputs = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
         return Microbatch(inputs, targets, np.ones(shape, dtype=np.int32), entries, 0)
 
