@@ -111,9 +111,9 @@ class RolloutRun:
                 assert self.process.returncode == 0, self.said
                 return  # it was faster
             role = chooser.choice(ROLES)
+            if not all(map(self.pids, ("actor", "scorer", "worker"))):
+                continue  # they have not begun to work since the last kill
             pids = self.pids(role)
-            if not pids or not self.pids("worker"):
-                continue
             with suppress(ProcessLookupError):
                 os.kill(chooser.choice(pids), signal.SIGKILL)
                 self.killed[role] += 1

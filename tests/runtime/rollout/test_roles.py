@@ -287,7 +287,7 @@ train: {batch_size: 16, microbatch_size: 4}
         ("objective.kind=next_token", "use objective.kind: grpo, rloo or ppo"),
         (
             "train.batch_size=18 train.microbatch_size=2",
-            "rollout.samples 4 does not divide it: use 16",
+            "rollout.samples 4 does not divide it; use 16",
         ),
         ("rollout.max_tokens=24", "leaves no room for a prompt"),
         ("rollout.samples=1 rollout.filter=no_variance", "compares the completions of a group"),
