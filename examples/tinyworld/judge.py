@@ -18,7 +18,7 @@ from holdfast.data.read.vocabulary import load_tokenizer, stop_tokens, tokenizer
 from holdfast.model.huggingface import import_folder
 from holdfast.rollout.decode.policy import PolicyDecoder
 from holdfast.rollout.messages import CompletionKey, CompletionRequest, Sampling
-from holdfast.rollout.prompts import read_prompts
+from holdfast.rollout.prompts import Prompt, read_prompts
 from holdfast.rollout.rewards.rewards import Rewards
 
 MAX_TOKENS = 40
@@ -64,11 +64,15 @@ def judge(folder: Path, questions: Path) -> list[Score]:
             is_right = rewards.rate(prompt, text, ids) == (1.0,)
             right.setdefault(skill, []).append(is_right)
             if not is_right and skill not in shown:
-                shown[skill] = (str(prompt.said[-1]["content"]), str(prompt.answer), text)
+                shown[skill] = (_question(prompt), str(prompt.answer), text)
     return [
         Score(skill, sum(found), len(found), shown.get(skill, ("", "", "")))
         for skill, found in sorted(right.items())
     ]
+
+
+def _question(prompt: Prompt) -> str:
+    return prompt.said if isinstance(prompt.said, str) else str(prompt.said[-1]["content"])
 
 
 def main() -> None:

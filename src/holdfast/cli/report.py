@@ -17,7 +17,8 @@ from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.errors import DataError, HoldfastError
 from holdfast.events import Record, StepTraced
-from holdfast.export.weights import Sampling, continuations, with_checkpoint
+from holdfast.export.texts import Sampling, continuations
+from holdfast.export.weights import with_checkpoint
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import Run, open_run, read_environment
 from holdfast.report.formatting import format_plural

@@ -40,6 +40,7 @@ RUNTIME_COMMANDS = (
         watch="follow a run from another terminal",
         report="write one HTML page about a run",
         generate="sample text from a trained run",
+        chat="talk with a trained run in the terminal",
         export="write a folder that transformers or DCP loads",
     ),
     *commands_of(

@@ -158,6 +158,12 @@ class RunConfig(Section):
                 f"{rollout.samples} does not divide it: use "
                 f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
             )
+        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+            yield (
+                f"rollout.temperature {rollout.temperature} divides logits that "
+                "model.logit_softcap has limited, which a trainer cannot do: use "
+                "rollout.temperature 1"
+            )
         if rollout.max_tokens >= self.data.sequence_length:
             yield (
                 f"rollout.max_tokens {rollout.max_tokens} leaves no room for a prompt in "
@@ -180,11 +186,6 @@ class RunConfig(Section):
                 f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
                 "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
             )
-        if self.model.logit_softcap and rollout.temperature not in (0, 1):
-            yield (
-                f"rollout.temperature {rollout.temperature:g} divides logits that "
-                "model.logit_softcap has capped, and training does not: use rollout.temperature 1"
-            )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
         if self.layout.is_asynchronous:
@@ -200,7 +201,12 @@ class RunConfig(Section):
 
     def _broken_objective_rules(self) -> Iterator[str]:
         """Those of a run with another objective than the next token."""
-        kind = self.objective.kind
+        kind, needed = self.objective.kind, self.objective.score_head
+        if self.has_decoder and self.model.score_head != needed:
+            yield (
+                f"model.score_head {self.model.score_head} does not fit objective.kind {kind}: "
+                f"use model.score_head: {needed}"
+            )
         if self.objective.is_next_token:
             return
         if self.task.name:
@@ -218,10 +224,20 @@ class RunConfig(Section):
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
             )
+        if self.objective.reference.model and self.lora.rank:
+            yield (
+                "with adapters the base is the reference, and objective.reference.model names "
+                "another: use lora.rank 0, or remove objective.reference.model"
+            )
         if self.data.chat.weights:
             yield (
                 f"objective.kind {kind} gives each target a weight of its own: use "
                 "data.chat.weights: false"
+            )
+        if self.lora.rank and needed != "none":
+            yield (
+                f"objective.kind {kind} trains a score head, and adapters are all that a run "
+                f"with lora.rank {self.lora.rank} trains: use lora.rank 0"
             )
         experts = self.model.experts
         if experts is not None and experts.has_loss:

@@ -63,7 +63,8 @@ def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches
     if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
     opened = open_dataset(dataset, config.data)
-    batches = Batches(opened, config.data, config.train, config.seed)
+    key = config.objective.reference.key
+    batches = Batches(opened, config.data, config.train, config.seed, reference=key)
     return batches, find_problems(opened)
 
 

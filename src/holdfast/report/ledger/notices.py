@@ -16,6 +16,7 @@ from holdfast.events import (
     PeerFailed,
     PredictedMove,
     PredictionFailed,
+    ReferenceProgress,
     RoleExited,
     RoleMissing,
     RunBranched,
@@ -47,7 +48,7 @@ def notice_text(event: Event) -> str:
         )
     if isinstance(event, MajorityLacked):
         return _majority_text(event)
-    if isinstance(event, ShardAwaited | RoleMissing):
+    if isinstance(event, ShardAwaited | RoleMissing | ReferenceProgress):
         return event.text
     if isinstance(event, RoleExited):
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"code {event.exit_code}"
