@@ -174,10 +174,17 @@ class RunConfig(Section):
                 f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
                 f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
             )
-        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+        elif self.objective.kind == "grpo" and self.objective.text("scale_rewards") == "batch":
             yield (
-                f"rollout.temperature {rollout.temperature:g} divides logits that "
-                "model.logit_softcap has capped, and training does not: use rollout.temperature 1"
+                "objective.scale_rewards batch needs the rewards of all groups of a step, and each "
+                "trainer reads its own: use group or none"
+            )
+        elif self.objective.number("beta") and not (
+            self.lora.rank and self.objective.kind != "rloo"
+        ):
+            yield (
+                f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
+                "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"

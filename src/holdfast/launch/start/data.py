@@ -242,6 +242,10 @@ def prepare_run_data(
 def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConfig:
     """Fill in the dataset's vocabulary, and the steps of `train.epochs`, if the dataset is
     prepared. Raises ConfigError."""
+    if loaded.config.rollout.is_on:
+        loaded = loaded.with_values(plan_rollout(loaded))
+        screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
+        return loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, None)))
     data, train = loaded.config.data, loaded.config.train
     if not dataset_exists(data.folder, data):
         if train.epochs:

@@ -19,6 +19,7 @@ from holdfast.events import (
     CheckpointCaptured,
     CheckpointCommitted,
     CheckpointRemoved,
+    CompletionsShown,
     Evaluated,
     GenerationStarted,
     MemoryUsed,
@@ -176,6 +177,7 @@ class History:
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
+    completions: tuple[CompletionsShown, ...] = ()  # examples, by step
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -320,6 +322,7 @@ class _HistoryBuilder:
     transfers: dict[str, TransferSum] = field(default_factory=dict)
     experts: ExpertLoad = field(default_factory=ExpertLoad)
     plan: PlanBook = field(default_factory=PlanBook)
+    completions: dict[int, CompletionsShown] = field(default_factory=dict)  # by step
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -368,6 +371,8 @@ class _HistoryBuilder:
             self._checkpoint(record, elapsed)
             if isinstance(event, RunBranched):
                 self.branch = event
+            if isinstance(event, CompletionsShown):
+                self.completions[event.step] = event
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -484,4 +489,5 @@ class _HistoryBuilder:
             plan=self.plan.comparison(),
             exchanges=self.exchanges.rows(),
             morphs=self.plan.morphs(),
+            completions=tuple(self.completions[s] for s in sorted(self.completions)),
         )
