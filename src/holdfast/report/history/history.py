@@ -34,6 +34,7 @@ from holdfast.events import (
 from holdfast.report.ledger.exchanges import ExchangeBook, ExchangeSeconds
 from holdfast.report.ledger.experts import ExpertLoad, RankLoads
 from holdfast.report.ledger.incidents import Incident, IncidentBook
+from holdfast.report.ledger.metric_advice import MetricSummary, summarise_metrics
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.planned import Morph, PlanBook, PlanComparison
@@ -58,6 +59,7 @@ class StepPoint:
     learning_rate: float
     seconds: float
     unit: str = "tokens"  # that `tokens` counts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the objective
 
     @property
     def loss_unit(self) -> str:
@@ -174,6 +176,11 @@ class History:
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
+
+    @property
+    def metrics(self) -> tuple[MetricSummary, ...]:
+        """The metrics of the objective over the steps that count."""
+        return summarise_metrics([point.metrics for point in self.steps])
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -406,6 +413,7 @@ class _HistoryBuilder:
             event.learning_rate,
             event.seconds,
             event.unit,
+            event.metrics,
         )
         if counts:
             self.exchanges.add(event)
