@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
+from holdfast.core.data.advantages import group_advantages, group_std, leave_one_out
 from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.data.skips import Skips
@@ -177,9 +178,6 @@ class RolloutBatches:
 
     def values_of(self, group: DrawnGroup) -> dict[str, NDArray[np.float64]]:
         """What the objective needs of each completion of a group: [samples] by name."""
-        # It imports torch, and the agent, which asks for places alone, has none.
-        from holdfast.training.objectives.policy import group_advantages, group_std, leave_one_out
-
         rewards = np.asarray(
             [self._total(each.rewards) for each in group.completions], dtype=np.float64
         )
