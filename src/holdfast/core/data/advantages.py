@@ -1,4 +1,4 @@
-"""Advantages of generated rows from the rewards of their groups, as TRL 1.16 computes them. Pure."""
+"""Advantages of generated rows from the rewards of their groups, as in TRL 1.16. Pure."""
 
 from __future__ import annotations
 
