@@ -49,7 +49,9 @@ LATER_KEYS = frozenset(
         "objective": (
             *("kind", "beta", "loss_type", "label_smoothing", "discopop_tau", "simpo_gamma"),
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
-            "center_rewards_coefficient",
+            *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
+            *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
+            "vf_coef",
         ),
         "objective.reference": ("checksum", "key"),
         "model": (

@@ -128,8 +128,8 @@ class ObjectiveConfig(Section):
     """grpo, rloo, ppo: the upper clip, if it is another; 0: epsilon"""
     importance_sampling_level: Branch[Literal["token", "sequence"] | None] = None
     """grpo: ratios of tokens, or of complete rows as in GSPO (token)"""
-    scale_rewards: Branch[Literal["group", "batch", "none"] | None] = None
-    """grpo: whose standard deviation divides the advantages (group)"""
+    scale_rewards: Branch[Literal["group", "none"] | None] = None
+    """grpo: group: the standard deviation of a group divides its advantages (group)"""
     max_completion_length: Branch[int | None] = Field(None, ge=0)
     """grpo with loss_type dr_grpo: what divides a completion's sum: rollout.max_tokens"""
     gamma: Branch[float | None] = Field(None, gt=0, le=1)

@@ -367,6 +367,8 @@ class NodeResult:
         if short:
             return CannotGoOnError.exit_code
         is_left = result.exit_code == 0 and result.is_resumable
+        if is_left and (rule := self.parts.shutdown_controller.ended_by) is not None:
+            return CannotGoOnError.exit_code if rule.is_failure else 0
         return self._left_code if is_left else result.exit_code
 
     @property

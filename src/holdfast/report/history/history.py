@@ -35,6 +35,7 @@ from holdfast.events import (
 from holdfast.report.ledger.exchanges import ExchangeBook, ExchangeSeconds
 from holdfast.report.ledger.experts import ExpertLoad, RankLoads
 from holdfast.report.ledger.incidents import Incident, IncidentBook
+from holdfast.report.ledger.metric_advice import MetricSummary, summarise_metrics
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.planned import Morph, PlanBook, PlanComparison
@@ -178,6 +179,11 @@ class History:
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
     completions: tuple[CompletionsShown, ...] = ()  # examples, by step
+
+    @property
+    def metrics(self) -> tuple[MetricSummary, ...]:
+        """The metrics of the objective over the steps that count."""
+        return summarise_metrics([point.metrics for point in self.steps])
 
     @property
     def breaks(self) -> tuple[Incident, ...]:

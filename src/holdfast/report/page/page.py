@@ -97,11 +97,10 @@ def render_page(
         )
         note, charted = transfer_note(history.transfers), small_charts(history)
         parts.append(_section("Learning rate, gradient norm, memory", note, charted))
-    if any(point.metrics for point in history.steps):
-        note = (
-            "Means over each step's global batch. docs/guide/post-training.md says what is usual."
-        )
-        parts.append(_section("Objective", note, charts.objective_charts(history)))
+    if metrics := history.metrics:
+        advice = "<br>".join(escape(each.advice) for each in metrics if each.advice)
+        note = advice or "Means of each step. All with a healthy range are inside it."
+        parts.append(_section("Metrics of the objective", note, charts.metric_charts(history)))
     if history.experts:
         note = load_note(history.experts, history.dropped_choices, history.loads_with_copies)
         parts.append(_card("Load of the experts", note, heat_map(history.experts)))
