@@ -193,5 +193,7 @@ def check_reference(folder: Path) -> list[str]:
     except FileNotFoundError as error:
         return [f"{error.filename} is missing"]
     except (CorruptError, ValueError, KeyError, TypeError) as error:
-        return [str(error) if isinstance(error, CorruptError) else f"{folder / MANIFEST} is damaged"]
+        return [
+            str(error) if isinstance(error, CorruptError) else f"{folder / MANIFEST} is damaged"
+        ]
     return []
