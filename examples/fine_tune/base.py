@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -23,12 +24,11 @@ TEMPLATE = (
 )
 
 
-def write_base(folder: Path, rows: Path) -> None:
-    """Write model, tokenizer and chat template. rows: what the tokenizer learns its words from."""
+def write_base(folder: Path, texts: Iterable[str]) -> None:
+    """Write model, tokenizer and chat template. texts: what the tokenizer learns its words from."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = [m["content"] for line in rows.open() for m in json.loads(line)["messages"]]
     trainer = trainers.BpeTrainer(
         vocab_size=640,
         special_tokens=SPECIAL,
@@ -61,5 +61,10 @@ def write_base(folder: Path, rows: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def texts_of(rows: Path) -> list[str]:
+    """The texts of rows of messages."""
+    return [m["content"] for line in rows.open() for m in json.loads(line)["messages"]]
+
+
 if __name__ == "__main__":
-    write_base(Path(sys.argv[1]), Path(__file__).with_name("chat.jsonl"))
+    write_base(Path(sys.argv[1]), texts_of(Path(__file__).with_name("chat.jsonl")))

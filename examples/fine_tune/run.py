@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # kill_once.py lies there
 
-from base import write_base
+from base import texts_of, write_base
 from kill_once import command, compare, empty, near, train_with_a_kill
 
 HERE = near(Path(__file__).parent)
@@ -31,7 +31,7 @@ def main() -> None:
     )
     empty(before, undisturbed, killed, exported, merged)
 
-    write_base(BASE, HERE / "chat.jsonl")
+    write_base(BASE, texts_of(HERE / "chat.jsonl"))
     command("data", "prepare", run_file)  # shows the first row, and what carries loss
 
     # The answer before: a run that has the folder's weights, and no step.

@@ -484,6 +484,23 @@ class ShardAwaited(Event, kind="shard_awaited"):
         return f"{self.key} of the dataset, which rank {self.rank} waited for, is here"
 
 
+class ReferenceProgress(Event, kind="reference_progress", absent_if_empty={"digest"}):
+    """Log-probabilities under the reference model are computed, or are complete."""
+
+    key: str  # the folder below `reference` of the dataset
+    done: int  # pieces that are stored
+    pieces: int
+    seconds: float  # since this generation looked at them
+    digest: str = ""  # of all pieces, once they are complete
+
+    @property
+    def text(self) -> str:
+        what = f"reference log-probabilities {self.key}"
+        if self.digest:
+            return f"{what}: complete ({self.pieces:,} pieces, digest {self.digest})"
+        return f"{what}: {self.done:,} of {self.pieces:,} pieces are stored, computing the rest"
+
+
 def to_json(record: Record) -> dict[str, Any]:
     """A flat, JSON-safe dictionary; the event's fields stand beside the envelope's."""
     kind, body = record.event.kind, record.event.body

@@ -47,8 +47,15 @@ STDLIB = """\
 TOKENIZER = "  tokenizer: {vocab_size: 4096}\n"
 PRESET = "  preset: tiny             # 1 M parameters; llama3.2-1b, qwen3-0.6b, ... see the docs\n"
 RATE = "  optimizer: {learning_rate: 1e-5}\n"
+LOW_RATE = "  optimizer: {learning_rate: 1e-6}\n"
+OBJECTIVES = {
+    "preference": "objective: {kind: dpo}     # or ipo, simpo, orpo, reward\n",
+    "unpaired_preference": "objective: {kind: kto}\n",
+}
 SHORT_WARMUP = "  schedule: {warmup_steps: 5}\n"
 ROWS = {
+    "chosen": "preference",
+    "label": "unpaired_preference",
     "messages": "messages",
     "conversations": "sharegpt",
     "instruction": "instruction",
@@ -75,6 +82,9 @@ def init(
     chat: Annotated[
         Path | None, typer.Option(help="rows of chat data to tune the model of --from with")
     ] = None,
+    preferences: Annotated[
+        Path | None, typer.Option(help="pairs or rated answers to tune the model of --from with")
+    ] = None,
 ) -> None:
     """Write a commented run file of 25 lines or less. Never overwrites.
 
@@ -84,18 +94,22 @@ def init(
       holdfast init big.yaml   writes big.yaml, with the run's name 'big'
       holdfast init own.yaml --data texts
       holdfast init tuned.yaml --from Llama-3.2-1B-Instruct --chat chat.jsonl
+      holdfast init better.yaml --from tuned-model --preferences pairs.jsonl
     """
+    refuse_beside("--preferences", {"--chat": chat} if preferences else {})
+    rows = preferences or chat
     # YAML reads 2026 as a number, so such a name is quoted.
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
     name = name.lstrip("._-") or "run"
     text = TEMPLATE.format(
         name=path,
         stem=name if parse_scalar(name) == name else f'"{name}"',
-        dataset=name if data or from_ or chat else "python-stdlib",
-        data=_data(data, from_, chat),
-        model=f"  from: {yaml_word(os.path.abspath(from_))}\n" if from_ else PRESET,
-        length="  epochs: 3                # passes over the rows" if chat else "  steps: 1000",
-        rate=(SHORT_WARMUP if chat else "") + (RATE if from_ else ""),
+        dataset=name if data or from_ or rows else "python-stdlib",
+        data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
+        model=_model(from_, preferences),
+        length="  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
+        rate=(SHORT_WARMUP if rows else "")
+        + ((LOW_RATE if preferences else RATE) if from_ else ""),
     )
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -116,19 +130,34 @@ def init(
     say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
 
 
-def _data(data: Path | None, model: Path | None, chat: Path | None) -> str:
-    """The lines of `data:` after its folder. Raises ConfigError and ModelFolderError."""
+def _model(model: Path | None, preferences: Path | None) -> str:
+    """The lines of `model:`, and those of `objective:` if there is one. Raises ConfigError."""
+    lines = f"  from: {yaml_word(os.path.abspath(model))}\n" if model else PRESET
+    if preferences is None:
+        return lines
+    if (rows := _rows(preferences, "preference")) not in OBJECTIVES:
+        raise ConfigError(
+            "the first row has neither 'chosen' nor 'label'",
+            where=str(preferences),
+            remedy="use --chat for chats without a preference, or mend the row",
+        )
+    return lines + "\n" + OBJECTIVES[rows]
+
+
+def _data(data: Path | None, model: Path | None, chat: Path | None, option: str) -> str:
+    """The lines of `data:` after its folder. option: which names rows of chat data. Raises
+    ConfigError and ModelFolderError."""
     length = 2048 if chat else 256
     if model is not None:
         length = min(length, read_folder_model(model).max_position)
     lines = "" if model is not None else TOKENIZER
     lines += f"  sequence_length: {length}\n"
     if chat is not None:
-        refuse_beside("--chat", {"--data": data})
+        refuse_beside(option, {"--data": data})
         if model is None:
             raise ConfigError(
                 "rows of chat data need the tokenizer and the template of a model",
-                where="--chat",
+                where=option,
                 remedy="add --from FOLDER",
             )
         lines += "  attention: document      # a token sees its own row only\n"
@@ -149,15 +178,16 @@ def _data(data: Path | None, model: Path | None, chat: Path | None) -> str:
     kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     source = {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
     if chat is not None:
-        source["rows"] = _rows(chat)
+        source["rows"] = _rows(chat, "preference" if option == "--preferences" else "messages")
     return f"  sources:\n    - {yaml_word(source)}\n{lines}"
 
 
-def _rows(chat: Path) -> str:
-    """The word of `rows` for a file, by its first row."""
+def _rows(chat: Path, otherwise: str) -> str:
+    """The word of `rows` for a file, by its first row. otherwise: of a file without a row of JSON
+    lines, as Parquet."""
     try:
         with chat.open(encoding="utf-8") as file:
             row = json.loads(file.readline())
     except ValueError:  # Parquet, or a file that a start refuses with its line
-        row = {}
+        return otherwise
     return next((word for column, word in ROWS.items() if column in row), "messages")

@@ -141,6 +141,11 @@ class RunConfig(Section):
         """Those of a run that generates its data."""
         rollout = self.rollout
         if not rollout.is_on:
+            if self.objective.kind in ("grpo", "rloo", "ppo"):
+                yield (
+                    f"objective.kind {self.objective.kind} learns from completions of prompts: use "
+                    "rollout.prompts and rollout.rewards"
+                )
             return
         if self.task.name:
             yield (
@@ -154,10 +159,26 @@ class RunConfig(Section):
                 f"{rollout.samples} does not divide it: use "
                 f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
             )
+        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+            yield (
+                f"rollout.temperature {rollout.temperature} divides logits that "
+                "model.logit_softcap has limited, which a trainer cannot do: use "
+                "rollout.temperature 1"
+            )
         if rollout.max_tokens >= self.data.sequence_length:
             yield (
                 f"rollout.max_tokens {rollout.max_tokens} leaves no room for a prompt in "
                 f"data.sequence_length {self.data.sequence_length}: use fewer"
+            )
+        if self.objective.kind not in ("grpo", "rloo", "ppo"):
+            yield (
+                f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
+                f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
+            )
+        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+            yield (
+                f"rollout.temperature {rollout.temperature:g} divides logits that "
+                "model.logit_softcap has capped, and training does not: use rollout.temperature 1"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
@@ -224,10 +245,20 @@ class RunConfig(Section):
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
             )
+        if self.objective.reference.model and self.lora.rank:
+            yield (
+                "with adapters the base is the reference, and objective.reference.model names "
+                "another: use lora.rank 0, or remove objective.reference.model"
+            )
         if self.data.chat.weights:
             yield (
                 f"objective.kind {kind} gives each target a weight of its own: use "
                 "data.chat.weights: false"
+            )
+        if self.lora.rank and needed != "none":
+            yield (
+                f"objective.kind {kind} trains a score head, and adapters are all that a run "
+                f"with lora.rank {self.lora.rank} trains: use lora.rank 0"
             )
         experts = self.model.experts
         if experts is not None and experts.has_loss:

@@ -39,6 +39,7 @@ FREE_PATHS = (
     "model.weights",
     "lora.base",
     "lora.adapter",
+    "objective.reference.model",
     "train.memory.folder",
 )
 PLACES = (

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Branch, InPlace, Never, Section
+from holdfast.config.sections.reference import ReferenceConfig
 
 NEXT_TOKEN = "next_token"
 
@@ -129,6 +130,7 @@ class ObjectiveConfig(Section):
     """distill: both distributions are taken at it (1)"""
     alpha: Branch[float | None] = Field(None, ge=0, le=1)
     """distill: weight of the cross entropy, next to that of the divergence (0.5)"""
+    reference: Never[ReferenceConfig] = ReferenceConfig()
 
     @property
     def facts(self) -> KindOfObjective:
@@ -164,12 +166,22 @@ class ObjectiveConfig(Section):
 
     def broken_rules(self) -> Iterator[str]:
         for key in type(self).model_fields:
-            if key == "kind" or getattr(self, key) is None or key in self.facts.defaults:
+            if (
+                key in ("kind", "reference")
+                or getattr(self, key) is None
+                or key in self.facts.defaults
+            ):
                 continue
             kinds = [kind for kind, facts in KINDS.items() if key in facts.defaults]
             yield (
                 f"{key} is a key of {' and '.join(kinds)}, and kind is {self.kind}: "
                 f"use objective.kind: {kinds[0]}, or remove {key}"
+            )
+        if self.reference.model and not self.facts.needs_reference:
+            kinds = [kind for kind, facts in KINDS.items() if facts.needs_reference]
+            yield (
+                f"reference.model has no effect, as kind {self.kind} needs no reference: use "
+                f"objective.kind: {kinds[0]}, or remove the key"
             )
         if self.kind == "dpo":
             yield from self._broken_dpo_rules()

@@ -42,12 +42,19 @@ from holdfast.data.order.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.order.packing import PackedSamples
 from holdfast.data.stream.dataset import Dataset, TokenStream
 from holdfast.data.stream.prefetch import Prefetch
+from holdfast.data.stream.reference import (
+    ReferencePiece,
+    ReferenceStore,
+    cut_pieces,
+    reference_folder,
+)
 from holdfast.data.stream.shards import ShardFile
 from holdfast.errors import DataError
 
 Streams = tuple[TokenStream, ...]
 Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
 
+REFERENCE = "reference"  # side tensor: log-probabilities under the reference model
 MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
 NO_SIDE: Mapping[str, NDArray[Any]] = {}
 
@@ -99,7 +106,10 @@ class Batches:
         train: TrainConfig,
         seed: int,
         skips: Skips | None = None,
+        reference: str = "",
     ):
+        """reference: key of reference log-probabilities that samples need; "": none. They are NaN
+        until `read_reference` is called."""
         self.dataset = dataset
         self.skips = skips or Skips()
         self.sequence_length = data.sequence_length
@@ -110,7 +120,8 @@ class Batches:
         self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
         self.has_preferences = any(stream.is_preference for stream in self._streams)
-        self.side_names = tuple(sorted(_value_names(self._streams)))
+        names = {_value_name(stream) for stream in self._streams if stream.has_values}
+        self.side_names = tuple(sorted(names | ({REFERENCE} if reference else set())))
         self.packed = self._pack(self._streams)
         # Weights in the dataset's order of sources. Raises DataError when the names differ.
         by_name = {source.name or source.kind: source.weight for source in data.sources}
@@ -127,11 +138,33 @@ class Batches:
             place = sizes.index(min(sizes))
             raise self._empty_error(dataset.source_names[place], self._streams[place])
         self.order = SampleOrder(seed, sizes, weights)
+        self.reference = self._find_reference(reference) if reference else None
         self._prefetch = None
         if dataset.cache is not None:
             fixed, every = self._fixed_files(), {f for s in self._streams for f in s.files}
             count = len(every.union(fixed))
             self._prefetch = Prefetch(dataset.cache, self.files_of, train.steps, fixed, count)
+
+    def _find_reference(self, key: str) -> ReferenceStore:
+        sizes = {"train": self._sizes(self._streams, self.packed)}
+        if "validation" in self.dataset.splits:
+            streams = self.dataset.streams("validation")
+            sizes["validation"] = self._sizes(streams, self._pack(streams))
+        pieces = cut_pieces(sizes, self.sequence_length)
+        store = ReferenceStore(reference_folder(self.dataset, key), pieces, self.sequence_length)
+        self._is_reference_read = store.is_complete
+        return store
+
+    def read_reference(self) -> None:
+        """Read the reference log-probabilities, which are complete from now on."""
+        self._is_reference_read = True
+
+    def samples_of(self, piece: ReferencePiece) -> Microbatch:
+        """The samples of a piece of reference log-probabilities."""
+        streams = self.dataset.streams(piece.split)
+        packed = self.packed if piece.split == "train" else self._pack(streams)
+        samples = np.arange(piece.start, piece.stop)
+        return self._gather(streams, packed, np.full(len(samples), piece.source), samples)
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
@@ -290,6 +323,8 @@ class Batches:
                 if one.values is not None:
                     values = np.repeat(one.values, one.lengths)[:length]
                     side[_value_name(streams[s])][row, : len(values)] = values
+                if self.reference is not None:
+                    side[REFERENCE][row] = self._reference_of(streams, s, k)
                 continue
             tokens = streams[s].read(k * length, (k + 1) * length + 1)
             held[row] = len(tokens)
@@ -313,14 +348,18 @@ class Batches:
         )
         return Microbatch(inputs, targets, documents, [], tokens, side)
 
+    def _reference_of(self, streams: Streams, source: int, sample: int) -> NDArray[np.float32]:
+        """[S]"""
+        assert self.reference is not None
+        if not self._is_reference_read:
+            return np.full(self.sequence_length, np.nan, dtype=np.float32)
+        split = "train" if streams is self._streams else "validation"
+        return self.reference.sample(split, source, sample)
+
 
 def _value_name(stream: TokenStream) -> str:
     """What the values of a stream's documents are."""
     return "margin" if stream.rows == "preference" else "label"
-
-
-def _value_names(streams: Streams) -> set[str]:
-    return {_value_name(s) for s in streams if s.has_values}
 
 
 def _padded(flags: NDArray[Any], length: int) -> NDArray[Any]:

@@ -3,10 +3,10 @@
 They lie next to the dataset, in a folder whose name says what they follow from:
 
     reference/<key>/piece-00000       samples of one source and split, float32 [samples, S]
-    reference/<key>/reference.json    written last: what the name means, and the digest of all pieces
+    reference/<key>/reference.json    written last: the number of pieces, and their digest
 
-Each piece begins with a line of JSON that has its checksum (`unit_tasks.write_result`). So a piece is
-complete or absent, and a run that was killed computes the rest. Bits differ between devices and
+Each piece begins with a line of JSON that has its checksum (`unit_tasks.write_result`). So a piece
+is complete or absent, and a run that was killed computes the rest. Bits differ between devices and
 numbers of threads, so the stored bits are what counts: a run never computes them a second time
 while they are there.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +29,10 @@ from xxhash import xxh3_128
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.files import canonical_json, write_atomic
 from holdfast.data.stages.unit_tasks import read_result, write_result
+from holdfast.data.stream.dataset import Dataset
 from holdfast.errors import CorruptError, DataError
 
-FOLDER, MANIFEST = "reference", "reference.json"
+REFERENCES, MANIFEST = "reference", "reference.json"
 PIECE_TOKENS = 1 << 16
 """Tokens of a piece: what a kill loses of each replica at most."""
 KEY_CHARACTERS = 8  # of each checksum in a key
@@ -67,7 +68,11 @@ class ReferencePiece:
     stop: int
 
 
-def cut_pieces(sizes: dict[str, Sequence[int]], length: int) -> list[ReferencePiece]:
+def reference_folder(dataset: Dataset, key: str) -> Path:
+    return dataset.folder / REFERENCES / key
+
+
+def cut_pieces(sizes: Mapping[str, Sequence[int]], length: int) -> list[ReferencePiece]:
     """sizes: samples of each source, by split. length: of a sample."""
     step = max(1, PIECE_TOKENS // length)
     return [
@@ -98,10 +103,12 @@ class ReferenceStore:
         return (self.folder / MANIFEST).exists()
 
     def present(self) -> list[bool]:
-        """Which pieces are here. One that is not what was written is removed if there are others to
-        compute; of a complete set, only the existence is looked at."""
+        """Which pieces are here. Of a complete set, only their existence is looked at. If it lacks
+        one, or is not complete yet, pieces are read, and those that are damaged are removed."""
         if self.is_complete:
-            return [self.path(number).exists() for number in range(len(self.pieces))]
+            if all(self.path(number).exists() for number in range(len(self.pieces))):
+                return [True] * len(self.pieces)
+            (self.folder / MANIFEST).unlink()
         return [self._is_sound(number) for number in range(len(self.pieces))]
 
     def _is_sound(self, number: int) -> bool:
@@ -123,27 +130,28 @@ class ReferenceStore:
 
     def read(self, number: int) -> NDArray[np.float32]:
         """[samples, S], mapped."""
-        found = self._mapped.get(number)
-        if found is None:
-            path, piece = self.path(number), self.pieces[number]
-            try:
-                with path.open("rb") as file:
-                    at = len(file.readline())
-                shape = piece.stop - piece.start, self.length
-                found = np.memmap(path, dtype="<f4", mode="r", offset=at, shape=shape)
-            except (OSError, ValueError) as error:
-                raise DataError(
-                    f"reference log-probabilities cannot be read: {error}",
-                    where=str(path),
-                    remedy=REMEDY,
-                ) from None
-            self._mapped[number] = found
-        return found
+        if (found := self._mapped.get(number)) is not None:
+            return found
+        path, piece = self.path(number), self.pieces[number]
+        try:
+            with path.open("rb") as file:
+                at = len(file.readline())
+            shape = piece.stop - piece.start, self.length
+            mapped: Any = np.memmap(path, np.float32, "r", at, shape)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"reference log-probabilities cannot be read: {error}",
+                where=str(path),
+                remedy=REMEDY,
+            ) from None
+        self._mapped[number] = mapped
+        return self._mapped[number]
 
     def sample(self, split: str, source: int, sample: int) -> NDArray[np.float32]:
         """The log-probability of each target of a sample; 0 for one that carries no loss: [S]"""
         start = sample // self._step * self._step
-        return self.read(self._places[split, source, start])[sample - start]
+        values: NDArray[np.float32] = self.read(self._places[split, source, start])[sample - start]
+        return values
 
     def write(self, number: int, values: NDArray[np.float32]) -> None:
         """Write a piece. Several processes may write the same one."""
@@ -163,13 +171,15 @@ class ReferenceStore:
                 state.update(str(parse_json(file.readline())["xxh3"]).encode())
         return state.hexdigest()
 
-    def finish(self, origin: ReferenceOrigin, more: dict[str, Any]) -> str:
-        """Say that all pieces are here; returns their digest. more: is written down as well."""
+    def finish(self) -> str:
+        """Say that all pieces are here, if that is not said yet; returns their digest."""
+        if self.is_complete:
+            return str(parse_json((self.folder / MANIFEST).read_bytes())["digest"])
         digest = self.digest()
         for left in self.folder.glob(".*"):  # of a writer that was killed
             with suppress(FileNotFoundError):
                 left.unlink()
-        said = {**asdict(origin), **more, "pieces": len(self.pieces), "digest": digest}
+        said = {"key": self.folder.name, "pieces": len(self.pieces), "digest": digest}
         private = self.folder / f"{MANIFEST}.{uuid.uuid4().hex}"
         write_atomic(private, [canonical_json(said)], sync=True)
         os.replace(private, self.folder / MANIFEST)

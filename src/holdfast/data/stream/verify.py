@@ -14,6 +14,7 @@ from holdfast.data.stream.dataset import (
     file_checksum_or_none,
 )
 from holdfast.data.stream.node_cache import NodeCache
+from holdfast.data.stream.reference import REFERENCES, check_reference
 from holdfast.data.stream.shards import Shard, ShardFile
 from holdfast.errors import DataError
 
@@ -24,8 +25,9 @@ def find_problems(folder: str | Path | Dataset) -> list[str]:
     """Every problem of a dataset, one sentence each; none when every byte is right.
 
     Checks the manifest's own hash, the tokenizer, and of each shard its checksum, its index, and
-    that documents end where the index says. Of a dataset with an address, both the files there and
-    those of this node are read. Raises StoreError for an address that fails.
+    that documents end where the index says. Checks reference log-probabilities, too. Of a dataset
+    with an address, both the files there and those of this node are read. Raises StoreError for an
+    address that fails.
     """
     try:
         dataset = folder if isinstance(folder, Dataset) else Dataset.open(folder)
@@ -34,7 +36,8 @@ def find_problems(folder: str | Path | Dataset) -> list[str]:
     problems = [problem for shard in dataset.shards() for problem in _shard_changes(dataset, shard)]
     if not problems:
         problems = [p for shard in dataset.shards() for p in _shard_inconsistencies(dataset, shard)]
-    return problems
+    stored = sorted((dataset.folder / REFERENCES).glob("*"))
+    return problems + [problem for folder in stored for problem in check_reference(folder)]
 
 
 def check_dataset(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:

@@ -36,6 +36,7 @@ from holdfast.rollout.roles.feed import CompletionFeed
 from holdfast.rollout.roles.link import TrainerPlace, connect_roles
 from holdfast.training.engine.build import TrainingSession
 from holdfast.training.engine.protocols import ShareLoader
+from holdfast.training.engine.reference import fill_reference
 from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.save_cadence import FailureStats
 from holdfast.training.engine.vote import Wishes
@@ -159,26 +160,30 @@ class Worker:
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.reporter.progress_meter.device_progress = engine.groups.device_progress
-        self.is_training = True
         roles = self._connect_roles(session)
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
-            waking = connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside)
-            with waking, session.loader(self.step) as loader:
-                self._watch_loader(loader)
-                return TrainingLoop(
-                    session.engine,
-                    membership,
-                    self.reporter,
-                    saver,
-                    session.evaluator,
-                    config,
-                    start_step=self.step,
-                    stats=_failure_stats(self._setup.spec),
-                    tier_durations=lambda: self.reporter.requests.tier_durations or TierDurations(),
-                    is_in_danger=lambda: self.reporter.requests.is_in_danger,
-                    retry=retry,
-                ).run(loader)
+            with connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside):
+                alive = partial(self.reporter.progress, self.step, "reference")
+                fill_reference(session, self.step, self.reporter.emit, alive)
+                self.is_training = True
+                with session.loader(self.step) as loader:
+                    self._watch_loader(loader)
+                    return TrainingLoop(
+                        session.engine,
+                        membership,
+                        self.reporter,
+                        saver,
+                        session.evaluator,
+                        config,
+                        start_step=self.step,
+                        stats=_failure_stats(self._setup.spec),
+                        tier_durations=lambda: (
+                            self.reporter.requests.tier_durations or TierDurations()
+                        ),
+                        is_in_danger=lambda: self.reporter.requests.is_in_danger,
+                        retry=retry,
+                    ).run(loader)
         finally:
             self._feed = None
             if roles is not None:

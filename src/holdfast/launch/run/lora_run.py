@@ -100,7 +100,7 @@ def check_first_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> Plan
     refuse_other_shape(model, found, folder, loaded.where(key))
     expected = model.weights_checksum or checksum or ""
     names = huggingface_map(model)
-    values = _folder_values(folder, key, expected, lambda: check_weights(folder, names, NO_WEIGHTS))
+    values = folder_values(folder, key, expected, lambda: check_weights(folder, names, NO_WEIGHTS))
     return {**values, "model.vocab_size": (model.vocab_size, "the folder's")}
 
 
@@ -119,7 +119,7 @@ def joining_weights(loaded: LoadedConfig, store: RunStore) -> PlannedValues:
     folder = Path(config.model.weights)
     if not config.model.weights or (not folder.is_dir() and list_commits(store)):
         return {}  # the node takes its state from a checkpoint
-    return _folder_values(folder, "model.weights", config.model.weights_checksum)
+    return folder_values(folder, "model.weights", config.model.weights_checksum)
 
 
 def refuse_bare_stages(loaded: LoadedConfig) -> None:
@@ -216,12 +216,10 @@ def _checked(
     """The place and the checksum of the base's folder, or the adapter's."""
     lora, key = loaded.config.lora, f"{part}_checksum"
     expected = getattr(lora, key) or (getattr(stored, key) if stored is not None else "")
-    return _folder_values(Path(getattr(lora, part)), f"lora.{part}", expected, read)
+    return folder_values(Path(getattr(lora, part)), f"lora.{part}", expected, read)
 
 
-def _folder_values(
-    folder: Path, key: str, expected: str, read: Read | None = None
-) -> PlannedValues:
+def folder_values(folder: Path, key: str, expected: str, read: Read | None = None) -> PlannedValues:
     """The place and the checksum of a folder of weights, which must be `expected` if that is
     known. read: checks names and shapes. Raises ModelFolderError."""
     folder = Path(os.path.abspath(folder))

@@ -23,6 +23,11 @@ from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
 from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
+from holdfast.launch.run.reference_run import (
+    check_reference_model,
+    describe_reference,
+    refuse_other_rows,
+)
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
@@ -187,6 +192,8 @@ def prepare_run_data(
         loaded = with_planned(loaded, ask_task(loaded, screen.say))
     loaded = with_planned(loaded, ask_named(loaded))
     dataset = None
+    if not loaded.config.task.has_own_data:
+        refuse_other_rows(loaded)
     if not loaded.config.task.name:
         named = loaded.config.model.weights
         loaded = with_planned(loaded, check_first_weights(loaded, facts.stored_config))
@@ -209,6 +216,10 @@ def prepare_run_data(
             base = check_base(loaded, facts.stored_config)
             refuse_other_tokenizer(Path(str(base["lora.base"][0])), dataset)
             loaded = with_planned(loaded, base)
+        if named := loaded.config.objective.reference.model:
+            refuse_other_tokenizer(Path(named), dataset)
+        reference = check_reference_model(loaded, facts.stored_config, dataset, run_folder)
+        loaded = with_planned(loaded, reference)
     loaded = with_planned(loaded, by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
     loaded, facts = with_layout(loaded, facts)
     task = loaded.config.task
@@ -223,6 +234,7 @@ def prepare_run_data(
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
+    use += describe_reference(config, dataset)
     return loaded, facts, RunData(version, dataset.location, tuple(use))
 
 

@@ -16,6 +16,7 @@ from holdfast.events import (
     PeerFailed,
     PredictedMove,
     PredictionFailed,
+    ReferenceProgress,
     RunBranched,
     RunFailed,
     SaveInterval,
@@ -45,7 +46,7 @@ def notice_text(event: Event) -> str:
         )
     if isinstance(event, MajorityLacked):
         return _majority_text(event)
-    if isinstance(event, ShardAwaited):
+    if isinstance(event, ShardAwaited | ReferenceProgress):
         return event.text
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"

@@ -82,7 +82,8 @@ def run_entries(
         from holdfast.data.stream.dataset_location import open_dataset
 
         dataset = open_dataset(config.data.folder, config.data)
-        batches = Batches(dataset, config.data, config.train, config.seed, skips)
+        key = config.objective.reference.key
+        batches = Batches(dataset, config.data, config.train, config.seed, skips, key)
         return stand_in_entries(batches, missing, last_step)
     dumped = config.model_dump(mode="json")
     found = _ask(Question("entries", dumped, skips.to_json(), list(missing), last_step))

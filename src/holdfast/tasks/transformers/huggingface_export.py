@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ class CausalLMSession:
     """
 
     def __init__(self, model: Any, capacity: int) -> None:
-        limit = getattr(model.config, "max_position_embeddings", None)
+        limit = _positions(model)
         if limit is not None:
             refuse_long_text(capacity, limit)
         self._model, self._cache = model, None
@@ -72,12 +71,27 @@ class CausalLMSession:
         return logits
 
 
+class OpenCausalLM:
+    """Opens sessions of a model of transformers. limit: its positions; None: not known."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.limit = model, _positions(model)
+
+    def __call__(self, capacity: int) -> CausalLMSession:
+        return CausalLMSession(self._model, capacity)
+
+
 def open_causal_lm(
     config: TaskConfig, names: tuple[str, ...], read: Callable[[str], Tensor]
-) -> Callable[[int], CausalLMSession]:
+) -> OpenCausalLM:
     """Return what opens sessions of the model with these parameters. Raises UserError."""
     _, model = _trained(config, names, read)
-    return partial(CausalLMSession, model.eval())
+    return OpenCausalLM(model.eval())
+
+
+def _positions(model: Any) -> int | None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
 
 
 def _trained(

@@ -130,11 +130,7 @@ class Evaluator:
             found = self.executor.evaluate(batches, on_progress)
         spoken = reports_losses(self.groups.replica, self.groups.coordinate)
         losses = [number for loss in found for number in loss.flatten().tolist()] if spoken else []
-        # Without a backward nothing tells FSDP2 to give gathered parameters back.
-        for module in self.objective.modules():
-            reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
-            if reshard is not None:
-                reshard()
+        give_back_gathered(self.objective)
         tree, names = ReductionTree(count), sum_names_of(self.objective)
         by_leaf, sums = gather_losses(self.groups, shares, losses, 1 + 2 * len(names))
         total = tree.sum(by_leaf)
@@ -145,6 +141,15 @@ class Evaluator:
             return None
         bits = self.validation.bits_per_byte(total)
         return Evaluation(total / known, bits, known, means_of(names, sums))
+
+
+def give_back_gathered(objective: nn.Module) -> None:
+    """Give back the parameters that a forward has gathered. Without a backward nothing tells FSDP2
+    to do so."""
+    for module in objective.modules():
+        reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
+        if reshard is not None:
+            reshard()
 
 
 def rows(array: NDArray[Any], part: int, parts: int, pad: int) -> NDArray[Any]:

@@ -50,7 +50,7 @@ class NextTokenObjective(nn.Module):
 
     loss: a function of log-probabilities instead of the next token's cross entropy
     (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
-    vector.
+    vector. temperature: the logits of such a loss are divided by it.
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
@@ -65,7 +65,7 @@ class NextTokenObjective(nn.Module):
         loss: Objective | None = None,
     ):
         super().__init__()
-        self._chunk, self.loss = chunk, loss
+        self._chunk, self.loss, self.temperature = chunk, loss, 1.0
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -170,10 +170,12 @@ class NextTokenObjective(nn.Module):
         is_trained = torch.is_grad_enabled() and hidden.requires_grad
         has_words = self.decoder.config.has_language_head
         logps = torch.zeros_like(targets, dtype=_wide_dtype(hidden.dtype))
+        values, given = self._values(hidden), dict(side)
         if has_words:
-            logps = self._log_probabilities(hidden, targets)
-        values = self._values(hidden)
-        given, missing = dict(side), objective.needs - side.keys()
+            hidden = hidden if self.temperature == 1.0 else hidden / self.temperature
+            logps, *more = self._log_probabilities(hidden, targets, objective.needs_entropy)
+            given |= dict(zip(("entropies",), more, strict=False))
+        missing = objective.needs - given.keys()
         given |= {name: torch.zeros_like(logps) for name in missing}  # if it is skipped
         leaves = [logps] * has_words
         if values is not None:
@@ -241,11 +243,14 @@ class NextTokenObjective(nn.Module):
         return out
 
     @torch.no_grad()
-    def _log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """hidden: [B, S, D], targets: [B, S] -> [B, S]"""
+    def _log_probabilities(
+        self, hidden: Tensor, targets: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, ...]:
+        """hidden: [B, S, D], targets: [B, S] -> [B, S], and the entropies [B, S] if asked for"""
         rows = hidden.flatten(0, 1), self.decoder.head_weight, targets.flatten()
-        losses = linear_losses(*rows, self._chunk, **self._head_keywords())
-        return -losses.view_as(targets)
+        found = linear_losses(*rows, self._chunk, entropy=entropy, **self._head_keywords())
+        losses, *more = found.view(1 + entropy, *targets.shape)
+        return -losses, *more
 
     def _values(self, hidden: Tensor) -> Tensor | None:
         """The score head's output, in at least float32; None without one. Each tp rank has some
@@ -297,16 +302,24 @@ def linear_losses(
     vocabulary: int,
     part: VocabularySoftmax | None = None,
     softcap: float = 0.0,
+    entropy: bool = False,
 ) -> Tensor:
     """-log softmax(hidden weight^T)[target] of each target, without a gradient; 0 for those of
-    -100. The parameters are those of `linear_cross_entropy`.  [T, D], [V, D], [T] -> [T]"""
+    -100. entropy: the entropy of the softmax too. The other parameters are those of
+    `linear_cross_entropy`.  [T, D], [V, D], [T] -> [T], or [2, T]"""
     losses: Losses = _losses if part is None else part.losses
-    if softcap:
-        losses = _softcapped_losses(losses, softcap)
+    entropies = _entropies if part is None else part.entropies
     rows = vocabulary if part is None else part.part.rows
     size = device_kind(hidden.device.type).chunk_tokens(vocabulary, chunk)
-    pairs = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
-    return torch.cat([losses(F.linear(h, weight[:rows]), t) for h, t in pairs])
+    found = []
+    for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+        logits = F.linear(h, weight[:rows])
+        logits = _softcapped(logits, softcap) if softcap else logits
+        one = losses(logits, t)
+        if entropy:
+            one = torch.stack((one, entropies(logits).masked_fill(t < 0, 0.0)))
+        found.append(one)
+    return torch.cat(found, -1)
 
 
 def linear_cross_entropy(
@@ -476,6 +489,12 @@ def _loss_and_gradient_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: [c, V], targets: [c] -> losses [c]"""
     return target_losses(_log_softmax(logits), targets)
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    """logits: [c, V] -> [c], in nats"""
+    log_p = _log_softmax(logits)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -100,7 +100,11 @@ class Parameters:
     def initialise(self, seed: int) -> None:
         """Fill `master_tensors` with initial weights: a function of the seed and the names
         alone."""
-        value = self.initial_values(seed)
+        self.fill(self.initial_values(seed))
+
+    @torch.no_grad()
+    def fill(self, value: InitialBox) -> None:
+        """Fill `master_tensors` with the values of each box."""
         for row, box, tensor in zip(self.table, self.boxes, self.master_tensors, strict=True):
             tensor.copy_(value(row, box))
         self.refresh()

@@ -180,13 +180,15 @@ class DecoderTask:
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
             objective = self.objective_class(
-                Decoder(config.model),
+                Decoder(_with_temperature(config)),
                 config.train.compile,
                 config.data.chat.weights,
                 config.train.loss_chunk,
                 make_objective(config.objective, _combiner(groups)),
             )
         decoder = objective.decoder
+        if config.rollout.is_on:  # at 0 a completion's log-probabilities are those at 1
+            objective.temperature = config.rollout.temperature or 1.0
         blocks = replica.blocks(place.pp)
         if blocks is not None:
             keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
@@ -278,7 +280,8 @@ class DecoderTask:
         if self._open_source is not None:
             return self._open_source(dataset)
         opened = open_dataset(dataset, config.data)
-        return Batches(opened, config.data, config.train, config.seed)
+        key = config.objective.reference.key
+        return Batches(opened, config.data, config.train, config.seed, reference=key)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any
@@ -325,6 +328,15 @@ def _combiner(groups: ProcessGroups) -> Combine:
         return identity
     axis = Collectives(groups.axis("dp_shard"), groups.traffic)
     return lambda summed: axis.all_gather(summed[None]).sum(0)
+
+
+def _with_temperature(config: RunConfig) -> ModelConfig:
+    """Return the model whose logits are divided by the temperature that completions are drawn with,
+    so that log-probabilities of both are of one distribution."""
+    temperature, model = config.rollout.temperature, config.model
+    if not config.rollout.is_on or temperature in (0, 1):
+        return model
+    return model.model_copy(update={"logit_divisor": model.logit_divisor * temperature})
 
 
 def open_weights(model: ModelConfig, folder: Path, checksum: str, key: str) -> FolderTensors:

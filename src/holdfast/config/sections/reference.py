@@ -1,0 +1,19 @@
+"""The section `objective.reference`: the model that a preference loss compares with."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from holdfast.config.sections.base import InPlace, Never, Section
+
+
+class ReferenceConfig(Section):
+    """A frozen model, of which only log-probabilities are used. They are computed once, and kept
+    next to the dataset."""
+
+    model: InPlace[str] = Field("")
+    """folder in Hugging Face form; empty: the weights that the run begins with"""
+    checksum: Never[str] = ""
+    """of its weights; other ones are refused (planned)"""
+    key: Never[str] = ""
+    """folder with the log-probabilities, below `reference` of the dataset (planned)"""
