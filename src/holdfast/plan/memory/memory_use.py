@@ -25,10 +25,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.lora import NF4_BLOCK
+from holdfast.core.sharding.adapters import packed_weights
 from holdfast.core.sharding.optimizer_state import optimizer_rows
-from holdfast.core.sharding.parameters import EXPERTS, count_parameters
+from holdfast.core.sharding.parameters import EXPERTS, count_parameters, decoder_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.core.sharding.state_table import (
@@ -153,7 +156,10 @@ def frozen_bytes(config: RunConfig) -> int:
         return 0
     precision = config.train.precision
     item = 2 if precision in MIXED else ITEM_BYTES[STATE_DTYPE[precision]]
-    return item * count_parameters(config.model)
+    packed = packed_weights(config.model, config.lora)
+    rows = decoder_parameters(config.model)
+    small = sum(prod(row.shape) for row in rows if row.name in packed)
+    return item * (count_parameters(config.model) - small) + small // 2 + 4 * small // NF4_BLOCK
 
 
 def _elements(table: Iterable[TensorSpec], replica: Replica, at: Coordinate) -> int:
