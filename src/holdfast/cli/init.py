@@ -86,7 +86,7 @@ def init(
         Path | None, typer.Option(help="pairs or rated answers to tune the model of --from with")
     ] = None,
 ) -> None:
-    """Write a commented run file of 25 lines or less. Never overwrites.
+    """Write a commented run file of 27 lines or less. Never overwrites.
 
     \b
     Example:
@@ -108,8 +108,7 @@ def init(
         data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
         model=_model(from_, preferences),
         length="  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
-        rate=(SHORT_WARMUP if rows else "")
-        + ((LOW_RATE if preferences else RATE) if from_ else ""),
+        rate=(SHORT_WARMUP if rows else "") + (rate if from_ else ""),
     )
     try:
         with path.open("x", encoding="utf-8") as file:
