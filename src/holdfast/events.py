@@ -520,3 +520,27 @@ def event_from_json(kind: str, value: Mapping[str, Any]) -> Event:
     cls = _KINDS[kind]
     known = {f.name for f in fields(cls)}
     return cls(**{k: v for k, v in value.items() if k in known})
+
+
+class RoleMissing(Event, kind="role_missing"):
+    """No actor, or no scorer, answers. The trainers do its work until one does."""
+
+    role: str  # actor or scorer
+    rank: int  # that noticed it
+
+    @property
+    def text(self) -> str:
+        """What to tell the user."""
+        work = "generate" if self.role == "actor" else "rate completions"
+        return (
+            f"no {self.role} answers, so the trainers {work} themselves: the same bits, but later "
+            f"(rollout.{self.role}s)"
+        )
+
+
+class RoleExited(Event, kind="role_exited"):
+    """A process of an actor or a scorer has exited. Another one takes its place."""
+
+    name: str
+    node: str
+    exit_code: int  # below 0: the signal that killed it

@@ -56,6 +56,7 @@ RUNTIME_COMMANDS = (
         "Data and models",
         data="prepare, inspect, verify and audit the training data",
         checkpoint="list, show, verify, compare, copy, prune and import checkpoints",
+        prune="write a model with fewer weights or blocks",
         branch="begin a new run from a checkpoint of another one",
         run="start or resume a run whose loop is your own script",
     ),

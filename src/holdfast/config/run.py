@@ -29,6 +29,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
+from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.config.sections.run_place import is_bucket, local_run_folder
 from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.sections.train import TrainConfig
@@ -53,6 +54,7 @@ class RunConfig(Section):
     data: Never[DataConfig] = DataConfig()
     model: Never[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
     lora: Never[LoraConfig] = LoraConfig()
+    rollout: Branch[RolloutConfig] = RolloutConfig()
     objective: Branch[ObjectiveConfig] = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
@@ -108,6 +110,7 @@ class RunConfig(Section):
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
                 "or balance_loss 0 and z_loss 0"
             )
+        yield from self._broken_rules_of_rollout()
         yield explain_no_architecture(self.model) or ""
         if self.checkpoint.seal and is_bucket(self.folder):
             yield (
@@ -133,9 +136,55 @@ class RunConfig(Section):
                 f"use {self.model.max_position} or less"
             )
 
+    def _broken_rules_of_rollout(self) -> Iterator[str]:
+        """Those of a run that generates its data."""
+        rollout = self.rollout
+        if not rollout.is_on:
+            return
+        if self.task.name:
+            yield (
+                f"rollout.prompts generates with the built-in decoder, and this run trains "
+                f"{self.task.label}: remove rollout.prompts, or task"
+            )
+        sizes = (self.train.batch_size, *(stage.batch_size for stage in self.train.batch_warmup))
+        if odd := [size for size in sizes if size % rollout.samples]:
+            yield (
+                f"train.batch_size {odd[0]} counts completions, and rollout.samples "
+                f"{rollout.samples} does not divide it: use "
+                f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
+            )
+        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+            yield (
+                f"rollout.temperature {rollout.temperature} divides logits that "
+                "model.logit_softcap has limited, which a trainer cannot do: use "
+                "rollout.temperature 1"
+            )
+        if rollout.max_tokens >= self.data.sequence_length:
+            yield (
+                f"rollout.max_tokens {rollout.max_tokens} leaves no room for a prompt in "
+                f"data.sequence_length {self.data.sequence_length}: use fewer"
+            )
+        if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
+            yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
+        if self.layout.is_asynchronous:
+            yield (
+                f"layout.schedule {self.layout.schedule} trains with weights of several steps, "
+                "and rollout needs those of one: use 1f1b or gpipe"
+            )
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether the data is not a prepared dataset: a task's own, or completions of prompts."""
+        return self.task.has_own_data or self.rollout.is_on
+
     def _broken_objective_rules(self) -> Iterator[str]:
         """Those of a run with another objective than the next token."""
-        kind = self.objective.kind
+        kind, needed = self.objective.kind, self.objective.score_head
+        if self.has_decoder and self.model.score_head != needed:
+            yield (
+                f"model.score_head {self.model.score_head} does not fit objective.kind {kind}: "
+                f"use model.score_head: {needed}"
+            )
         if self.objective.is_next_token:
             return
         if self.task.name:
@@ -162,6 +211,11 @@ class RunConfig(Section):
             yield (
                 f"objective.kind {kind} gives each target a weight of its own: use "
                 "data.chat.weights: false"
+            )
+        if self.lora.rank and needed != "none":
+            yield (
+                f"objective.kind {kind} trains a score head, and adapters are all that a run "
+                f"with lora.rank {self.lora.rank} trains: use lora.rank 0"
             )
         experts = self.model.experts
         if experts is not None and experts.has_loss:

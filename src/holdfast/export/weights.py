@@ -35,7 +35,7 @@ from holdfast.data.read.vocabulary import (
     tokenizer_file,
 )
 from holdfast.data.stream.dataset import exists, read_manifest
-from holdfast.errors import CheckpointError, DataError, HoldfastError
+from holdfast.errors import CheckpointError, ConfigError, DataError, HoldfastError
 from holdfast.launch.run.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -168,6 +168,13 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     from holdfast.export.adapters import run_weights
     from holdfast.model.decoder import Decoder
 
+    if not run.config.model.has_language_head:
+        raise ConfigError(
+            "a reward model writes no text",
+            where="objective.kind",
+            remedy="export it with holdfast export, and open it as "
+            "AutoModelForSequenceClassification",
+        )
     weights = run_weights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)
@@ -327,11 +334,6 @@ def continuations(
 
 def folder_continuation(folder: Path, prompt: str, how: Sampling, chat: bool) -> str:
     """Return the text of a model in Hugging Face form after a prompt, as `continuations`."""
-    import torch
-
-    from holdfast.model.decoder import Decoder
-    from holdfast.model.huggingface import import_folder
-
     path = tokenizer_file(folder)
     tokenizer = load_tokenizer(path)
     begin = describe_tokenizer(tokenizer, path).begin_id
@@ -342,13 +344,23 @@ def folder_continuation(folder: Path, prompt: str, how: Sampling, chat: bool) ->
         assert form is not None, "the rows are messages"
         prompt = _as_message(ChatTemplate(form.template, dict(form.variables)), prompt)
         tokenizer.encode_special_tokens, begin = False, None
+    stop = stop_tokens(tokenizer, path).values()
+    return _continue(load_folder(folder), tokenizer, begin, stop, [prompt], how)[0]
+
+
+def load_folder(folder: Path) -> Decoder:
+    """The decoder of a folder in Hugging Face form, on the CPU, in float32."""
+    import torch
+
+    from holdfast.model.decoder import Decoder
+    from holdfast.model.huggingface import import_folder
+
     config, tensors = import_folder(folder)
     with torch.device("meta"):
         model = Decoder(config)
     state = {name: value.float() for name, value in tensors.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    stop = stop_tokens(tokenizer, path).values()
-    return _continue(model.eval(), tokenizer, begin, stop, [prompt], how)[0]
+    return model.eval()
 
 
 def _continue(

@@ -261,7 +261,9 @@ class Decoder(nn.Module):
         self.embed: Embedding | None = Embedding(model.vocab_rows, model.dim)
         self.layers = Blocks(Block(model, number) for number in range(model.layers))
         self.norm = _norm(model, True, model.dim)
-        self.head = None if model.tied_embeddings else Linear(model.dim, model.vocab_rows)
+        has_own_head = model.has_language_head and not model.tied_embeddings
+        self.head = Linear(model.dim, model.vocab_rows) if has_own_head else None
+        self.score = None if model.score_head == "none" else Linear(model.dim, 1)
         self.rotary = RotaryTable(model)
         own = model.windowed and model.window_rope_theta
         self.window_rotary = RotaryTable(model, windowed=True) if own else self.rotary

@@ -143,17 +143,17 @@ def sample(logits: Tensor, temperature: float, top_p: float, seed: int) -> Tenso
         return logits.argmax(dim=-1)
     # On the CPU in float32: one generator, whatever device and precision the model has.
     probabilities = (logits.float().cpu() / temperature).softmax(dim=-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        # A token stays while those before it fall short of top_p: the likeliest always does.
-        before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered.masked_fill(before >= top_p, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+    probabilities = nucleus(probabilities, top_p)
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
 
-def log_probability(logits: Tensor, token: int, temperature: float) -> Tensor:
-    """Natural log of a token's probability at a temperature, without top_p; at temperature 1 where
-    it is 0.  logits: [1, V] -> scalar, float32 on the CPU"""
-    return (logits.float().cpu() / (temperature or 1.0)).log_softmax(dim=-1)[0, token]
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """The likeliest tokens that reach `top_p` together; the others get 0.  [B, V] -> [B, V]"""
+    if top_p == 1:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    # A token stays while those before it fall short of top_p: the likeliest always does.
+    before = ordered.cumsum(dim=-1) - ordered
+    ordered = ordered.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(probabilities).scatter_(-1, order, ordered)

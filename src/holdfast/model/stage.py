@@ -37,10 +37,10 @@ def keep_stage(decoder: Decoder, blocks: Collection[int], first: bool, last: boo
     if not blocks or not set(blocks) <= set(decoder.layers.positions):
         raise ValueError(f"blocks {list(blocks)} are not a part of {decoder.layers.positions}")
     decoder.layers.keep_only(blocks)
-    if not first and not (last and decoder.config.tied_embeddings):
+    if not first and not (last and decoder.config.has_tied_head):
         decoder.embed = None
     if not last:
-        decoder.norm = decoder.head = None
+        decoder.norm = decoder.head = decoder.score = None
 
 
 def leave_weight_gradients(module: nn.Module) -> LateGradients:

@@ -35,6 +35,10 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
     user, source = load_user_parts(config), open_source(config)
     if task is not None:
         return OwnTask(task, config, user)
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.task import RolloutTask
+
+        return RolloutTask(config, user)
     if not config.lora.rank:
         return DecoderTask(config, user, source)
     from holdfast.training.engine.lora_task import (
@@ -52,6 +56,10 @@ def open_source(config: RunConfig) -> OpenBatches | None:
 def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches, list[str]]:
     """Return a run's batches, and what is wrong with the files of its data. dataset: the location
     of the prepared dataset. Raises UserError."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return RolloutBatches(config), []
     if config.task.has_own_data:
         return TaskBatches(_load_same(config), config), []
     opened = open_dataset(dataset, config.data)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.task import DecoderTask
+from holdfast.training.objectives.protocol import Loss, Side
 from holdfast.training.objectives.registry import make_objective
 from tests.support.layouts import (
     VOCABULARY,
@@ -32,36 +34,64 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import digest
 
 STEPS, LENGTH = 3, 24
-KINDS = ["dpo", "ipo", "simpo", "orpo", "kto"]
+KINDS = ["dpo", "ipo", "simpo", "orpo", "kto", "reward"]
+
+
+class Both:
+    """A loss of log-probabilities and of values, as an actor and its critic have."""
+
+    names: tuple[str, ...] = ("entropies",)
+    needs = frozenset({"values", "reference"})
+    needs_entropy = True
+
+    def __call__(self, logps: Tensor, targets: Tensor, documents: Tensor, side: Side) -> Loss:
+        carried = (targets != -100).double()
+        error = (side["values"] - side["reference"]).square()
+        total = ((logps.exp() * side["values"].detach() + error) * carried).sum()
+        return Loss(total, {"entropies": (side["entropies"].double().sum(), carried.sum())})
+
+    def weigh(self, targets: Any, documents: Any, side: Any) -> int:
+        return int((targets != -100).sum())
 
 
 def _config(kind: str, **changes: Any) -> Any:
     same = {"objective__kind": kind, "data__attention": "document"}
+    if kind == "reward":
+        same["model__score_head"] = "only"
     return config_of({**same, "data__sequence_length": LENGTH, **changes})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "both"])
 def test_gradients_are_those_of_complete_logits(kind: str) -> None:
     torch.set_num_threads(1)
-    config = _config(kind)
-    model = config.model.model_copy(update={"logit_softcap": 5.0})
+    config = _config("dpo" if kind == "both" else kind)
+    heads = {"both": "also", "reward": "only"}
+    changes = {"logit_softcap": 5.0, "score_head": heads.get(kind, "none")}
+    model = config.model.model_copy(update=changes)
     task = DecoderTask(config)
     batch = loaded(preference_rows(1, 0, 4, VOCABULARY, LENGTH), task)
-    made = NextTokenObjective(
-        made_decoder(model, dtype=torch.float64), chunk=64, loss=make_objective(config.objective)
-    )
+    loss = Both() if kind == "both" else make_objective(config.objective)
+    made = NextTokenObjective(made_decoder(model, dtype=torch.float64), chunk=64, loss=loss)
     out = made(*task.arguments(batch))
     out.backward(torch.ones_like(out))
     found = {name: p.grad for name, p in made.named_parameters()}
     made.zero_grad()
-    logits = made.decoder(batch.inputs, batch.documents)
-    logps = F.log_softmax(logits, -1).gather(2, batch.targets.clamp_min(0)[..., None])[..., 0]
+    hidden, side = made.decoder.hidden(batch.inputs, batch.documents), dict(batch.side)
+    logps = torch.zeros_like(batch.targets, dtype=torch.float64)
+    if made.decoder.score is not None:
+        side["values"] = F.linear(hidden, made.decoder.score.weight)[..., 0]
+    if model.has_language_head:
+        every = F.log_softmax(made.decoder.unembed(hidden), -1)
+        entropies = -(every.exp() * every).sum(-1)
+        side["entropies"] = entropies.masked_fill(batch.targets == -100, 0.0)
+        logps = every.gather(2, batch.targets.clamp_min(0)[..., None])[..., 0]
+        logps = logps.masked_fill(batch.targets == -100, 0.0)
     assert made.loss is not None
     assert batch.documents is not None
-    logps = logps.masked_fill(batch.targets == -100, 0.0)
-    want = made.loss(logps, batch.targets, batch.documents, batch.side)
+    want = made.loss(logps, batch.targets, batch.documents, side)
     want.total.backward()
-    assert float(out.detach()[0]) == pytest.approx(float(want.total.detach()), rel=1e-12)
+    words = [want.total, *(word for name in made.loss.names for word in want.sums[name])]
+    assert out.tolist() == pytest.approx([float(word.detach()) for word in words], rel=1e-12)
     for name, parameter in made.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
     masked = TensorMicrobatch(
@@ -106,9 +136,12 @@ def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
         ("dp2", "dpo"),
         ("pp2-tp2", "dpo"),
         ("shard2", "kto"),
+        ("pp2-tp2", "reward"),
         *(in_campaign(n, "dpo") for n in ("tp2", "pp2", "shard2", "zero1.2", "zbv.pp2", "dp3")),
-        *(in_campaign("pp2-tp2", kind) for kind in KINDS[1:]),
+        *(in_campaign("pp2-tp2", kind) for kind in KINDS[1:-1]),
         in_campaign("compiled.tp2", "dpo"),
+        *(in_campaign(n, "reward") for n in ("tp2", "shard2", "zero1.2", "zbv.pp2", "dp2-tp2")),
+        *(in_campaign(n, "reward") for n in ("plain.tp2", "untied.pp2", "interleaved.pp2")),
     ],
 )
 def test_each_layout_gives_the_curve_of_one_worker(tmp_path: Path, name: str, kind: str) -> None:
@@ -118,7 +151,7 @@ def test_each_layout_gives_the_curve_of_one_worker(tmp_path: Path, name: str, ki
     (want,) = rank_values(_curve, 1, {**arguments, "name": f"{flags}one"}, folder=tmp_path)
     whole, size = load_complete(tmp_path / "0.npz"), case(name).world_size
     for got in rank_values(_curve, size, {**arguments, "name": name}, folder=tmp_path):
-        if name.startswith((f"{flags}dp",)):  # replicas alone change no bit
+        if name.removeprefix(flags) in ("dp2", "dp3"):  # replicas alone change no bit
             assert got == want
         assert got["weights"] == want["weights"]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-10)

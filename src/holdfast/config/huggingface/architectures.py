@@ -57,7 +57,10 @@ OUTSIDE_NAMES = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
 }
+SCORED = "ForSequenceClassification"
+"""The end of their name of a model with a score head in place of the vocabulary's."""
 
 _TOKENS = ("bos", "cls", "decoder_start", "eos", "forced_bos", "forced_eos", "mask", "pad", "sep")
 DROPOUT = ("attention_dropout", "embd_pdrop", "resid_pdrop")
@@ -80,7 +83,7 @@ NEUTRAL = frozenset(
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
         *("architectures", "auto_map", "cache_implementation"),
         *("chunk_size_feed_forward", "classifier_dropout", "dtype", *DROPOUT),
-        *("finetuning_task", "id2label", "is_decoder", "is_llama_config", "label2id"),
+        *("finetuning_task", "id2label", "num_labels", "is_decoder", "is_llama_config", "label2id"),
         *("model_type", "prefix", "pretraining_tp", "problem_type", "pruned_heads"),
         *("task_specific_params", "tf_legacy_loss", "tokenizer_class"),
         *("torch_dtype", "torchscript", "transformers.js_config", "transformers_version"),
@@ -123,6 +126,14 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     by_expert: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def scored_name(self) -> str:
+        """Their name of the same blocks with a score head; "": there is none."""
+        if self.family in ("dots1", "granite"):
+            return ""
+        base = "Gemma3Text" if self.family == "gemma3" else self.class_name[: -len("ForCausalLM")]
+        return base + SCORED
 
     @property
     def their_type(self) -> str:

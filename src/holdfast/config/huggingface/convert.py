@@ -8,14 +8,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from holdfast.config.huggingface.architectures import ARCHITECTURES, BORDERS, BY_TYPE, Architecture
+from holdfast.config.huggingface.architectures import (
+    ARCHITECTURES,
+    BORDERS,
+    BY_TYPE,
+    SCORED,
+    Architecture,
+)
 from holdfast.config.huggingface.rules import SCALING_KEYS, NotSupportedError
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelFolderError
 
 FREE_KEYS = (
     *("preset", "family", "vocab_multiple", "max_position", "init_std"),
-    *("weights", "weights_checksum"),
+    *("weights", "weights_checksum", "score_head"),
 )
 """Keys of `model:` that do not decide which numbers the same weights compute."""
 
@@ -92,7 +98,8 @@ def differences_in(architecture: Architecture, model: ModelConfig) -> dict[str, 
 def find_architecture(model: ModelConfig) -> Architecture | None:
     """The architecture to export as: the model's family, or another one with the same shape."""
     rows = (ARCHITECTURES[model.family], *ARCHITECTURES.values())
-    return next((row for row in rows if not differences_in(row, model)), None)
+    alike = (row for row in rows if not differences_in(row, model))
+    return next((row for row in alike if row.scored_name or model.has_language_head), None)
 
 
 def explain_no_architecture(model: ModelConfig) -> str | None:
@@ -100,6 +107,11 @@ def explain_no_architecture(model: ModelConfig) -> str | None:
     if find_architecture(model) is not None:
         return None
     rows = (ARCHITECTURES[model.family], *ARCHITECTURES.values())
+    if any(not differences_in(row, model) for row in rows):
+        return (
+            f"model.family {model.family} has no model with a score head in transformers, so "
+            "nothing could load an export: use the model of another family"
+        )
     nearest = min(rows, key=lambda row: len(differences_in(row, model)))
     differences = differences_in(nearest, model)
     named = ", ".join(f"{key} {_word(had)}" for key, (had, _) in differences.items())
@@ -122,8 +134,12 @@ def to_their_config(model: ModelConfig) -> dict[str, Any]:
     if architecture is None:
         sentence, _, remedy = str(explain_no_architecture(model)).partition(": use ")
         raise ModelFolderError(sentence, remedy=f"use {remedy}")
+    scored: dict[str, Any] = {}
+    if not model.has_language_head:
+        scored = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {
-        "architectures": [architecture.class_name],
+        "architectures": [architecture.scored_name if scored else architecture.class_name],
+        **scored,
         "model_type": architecture.their_type,
         **_write(architecture, model),
         "attention_dropout": 0.0,
@@ -163,6 +179,11 @@ def from_their_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     ]
     values: dict[str, Any] = {"preset": None, "family": architecture.family}
     values |= architecture.always
+    if any(str(name).endswith(SCORED) for name in config.get("architectures") or ()):
+        values["score_head"] = "only"
+        labels = config.get("num_labels", len(config.get("id2label") or (0, 0)))
+        if labels != 1:
+            refused.append(f"{labels} labels are not supported, but one score is")
     remedies: list[str] = []
     for rule in architecture.rules:
         try:

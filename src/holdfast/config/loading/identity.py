@@ -57,9 +57,13 @@ LATER_KEYS = frozenset(
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),
             *("no_rope_layers", "norm_plus_one", "norms", "qk_norm_width"),
             *("residual_multiplier", "rope_fraction", "window", "window_layers"),
-            *("weights_checksum", "window_rope_theta"),
+            *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
+        "rollout": (
+            *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
+            *("samples", "temperature", "top_p", "version"),
+        ),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
         "train": ("deterministic", "loss_chunk"),
         "train.optimizer": (

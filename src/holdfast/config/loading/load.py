@@ -45,6 +45,7 @@ from holdfast.config.loading.fields import (
 from holdfast.config.loading.paths import locate_paths, with_places
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import PRESETS
+from holdfast.config.sections.objective import NEXT_TOKEN, ObjectiveConfig
 from holdfast.config.sections.run_place import dataset_of_run, is_bucket
 from holdfast.errors import ConfigError
 
@@ -212,6 +213,7 @@ def resolve_config(
     origins: dict[str, Origin] = {}
     data, folder = model_from.expand(tree.value, given, base_of(model_from.KEY))
     data, adapter, by_model = lora_from.expand(data, base_of(lora_from.KEY), folder)
+    data = _with_score_head(data, given)
     layout, train = data.get("layout"), data.get("train") or {}
     if isinstance(layout, dict) and layout.get("mode") == "auto" and isinstance(train, dict):
         data = {**data, "train": {"microbatch_size": 0, **train}}  # searched, unless it is named
@@ -243,6 +245,21 @@ def _expand_short_forms(data: dict[str, Any], given: dict[str, Origin]) -> None:
         if isinstance(word, str) and (section == "task" or word == "auto"):
             data[section] = {key: word}
             given[f"{section}.{key}"] = given.pop(section)
+
+
+def _with_score_head(data: dict[str, Any], given: dict[str, Origin]) -> dict[str, Any]:
+    """Return the values with the score head that the kind of objective needs, if they name none."""
+    objective, model = data.get("objective"), data.get("model") or {}
+    if not (isinstance(objective, dict) and isinstance(model, dict)) or "score_head" in model:
+        return data
+    try:
+        needed = ObjectiveConfig.model_validate({"kind": objective.get("kind", NEXT_TOKEN)})
+    except ValidationError:
+        return data  # said with the other mistakes
+    if needed.score_head == "none":
+        return data
+    given["model.score_head"] = Origin("planned", f"objective.kind {needed.kind}")
+    return {**data, "model": {**model, "score_head": needed.score_head}}
 
 
 def _drop_other_length(data: dict[str, Any], given: dict[str, Origin]) -> None:

@@ -90,6 +90,7 @@ def expand(
     if own.get("vocab_size") == 0:
         del own["vocab_size"]
     values = model.model_dump(mode="json")
+    del values["score_head"]  # that of this run follows from its objective
     adapters = data.get("lora")
     if isinstance(adapters, dict) and (adapters.get("rank") or adapters.get("from")):
         if not has_weights:

@@ -42,7 +42,12 @@ FREE_PATHS = (
     "objective.reference.model",
     "train.memory.folder",
 )
-PLACES = ("data.tokenizer.path", "data.sources.*.path")
+PLACES = (
+    "data.tokenizer.path",
+    "data.sources.*.path",
+    "rollout.prompts.*.path",
+    "rollout.rewards.*.path",
+)
 
 
 def expand_path(text: str) -> str:
@@ -132,7 +137,15 @@ def with_places(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
     )
     tokenizer = data.tokenizer.at(places.get("data.tokenizer.path"))
     located: DataConfig = data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
-    return config.model_copy(update={"data": located})
+    files = {
+        key: tuple(
+            entry.at(places.get(f"rollout.{key}.{i}.path"))
+            for i, entry in enumerate(getattr(config.rollout, key))
+        )
+        for key in ("prompts", "rewards")
+    }
+    rollout = config.rollout.model_copy(update=files)
+    return config.model_copy(update={"data": located, "rollout": rollout})
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -152,6 +165,11 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     for index, source in enumerate(config.data.sources):
         if source.path is not None:
             yield f"data.sources.{index}.path", source.path
+    for index, prompts in enumerate(config.rollout.prompts):
+        yield f"rollout.prompts.{index}.path", prompts.path
+    for index, reward in enumerate(config.rollout.rewards):
+        if reward.path is not None:
+            yield f"rollout.rewards.{index}.path", reward.path
 
 
 def _located(config: RunConfig, key: str, value: str, base: str) -> str:

@@ -189,6 +189,9 @@ class ModelConfig(Section):
     norm_eps: float = Field(1e-5, gt=0, description="of RMSNorm")
     qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
     tied_embeddings: bool = Field(False, description="the head is the embedding table")
+    score_head: Literal["none", "only", "also"] = "none"
+    """a head that gives each token a value: only, in place of the vocabulary's (reward models);
+    also, next to it (ppo). It follows from objective.kind"""
     init_std: float = Field(0.02, gt=0, description="of matrices at the start")
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """of the gate; gelu_tanh: its approximation, as in Gemma"""
@@ -220,6 +223,16 @@ class ModelConfig(Section):
     logit_divisor: float = Field(1.0, gt=0, description="logits are divided by it, as in Granite")
     logit_softcap: float = Field(0.0, ge=0)
     """logits stay within it by tanh, as in Gemma 2; 0: no limit"""
+
+    @property
+    def has_language_head(self) -> bool:
+        """Return True if it predicts tokens."""
+        return self.score_head != "only"
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Return True if the embedding table is the head."""
+        return self.tied_embeddings and self.has_language_head
 
     @model_validator(mode="before")
     @classmethod

@@ -116,6 +116,13 @@ class ObjectiveConfig(Section):
         return self.kind == NEXT_TOKEN
 
     @property
+    def score_head(self) -> str:
+        """The value of `model.score_head` that the kind needs."""
+        if not self.facts.has_score_head:
+            return "none"
+        return "also" if self.facts.has_language_head else "only"
+
+    @property
     def counts(self) -> str:
         """What the weight of a microbatch counts, if it is not tokens."""
         unit = self.facts.unit

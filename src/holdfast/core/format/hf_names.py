@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from holdfast.config.huggingface.architectures import ARCHITECTURES, OUTSIDE_NAMES, Architecture
 from holdfast.config.huggingface.convert import find_architecture
 from holdfast.config.sections.model import ModelConfig
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.parameters import SCORE, decoder_parameters
 
 Shape = tuple[int, ...]
 
@@ -145,6 +145,8 @@ def _decoder_entries(model: ModelConfig, architecture: Architecture) -> Iterator
     rows = {row.name: row for row in decoder_parameters(model)}
     fused = {part: (whole, parts) for whole, parts in architecture.fused.items() for part in parts}
     for name, row in rows.items():
+        if name == SCORE and model.has_language_head:
+            continue  # a value head is no part of an export
         if name in OUTSIDE_NAMES:
             theirs = OUTSIDE_NAMES[name]
             cut = trim_rows(name, theirs, row.shape, row.padding) if row.padding else None
@@ -167,6 +169,6 @@ def _decoder_entries(model: ModelConfig, architecture: Architecture) -> Iterator
             names = [f"layers.{layer}.{p}.{kind}" for p in parts]
             pieces = [(n, rows[n].shape) for n in names]
             yield split(pieces, f"model.layers.{layer}.{whole}.{kind}", 0)
-    if model.tied_embeddings:
+    if model.has_tied_head:
         shape = (model.vocab_size, model.dim)
         yield tie(OUTSIDE_NAMES["head.weight"], OUTSIDE_NAMES["embed.weight"], shape)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # the mover has no use for pydantic
 EXPERTS = ".ffn.experts."
 """In the names of the matrices of experts, whose dim 0 counts experts."""
 
+SCORE = "score.weight"
+"""The head [1, D] that gives each token a value."""
+
 BALANCE = "balance"
 """Merge of a bias that a step moves by the choices that its experts have got."""
 
@@ -95,8 +98,10 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     for layer in range(model.layers):
         rows.extend(_block(model, f"layers.{layer}.", model.has_experts(layer)))
     rows.append(_gain(model, "norm.weight", model.dim))
-    if not model.tied_embeddings:
+    if model.has_language_head and not model.tied_embeddings:
         rows.append(Parameter("head.weight", vocabulary, True, normal, padding))
+    if model.score_head != "none":
+        rows.append(Parameter(SCORE, (1, model.dim), True, normal))
     return tuple(rows)
 
 

@@ -28,6 +28,7 @@ from holdfast.core.sharding.state_table import (
     STATE_DTYPE,
     StateTable,
     TensorSpec,
+    lagged_policy_rows,
     parameter_table,
     with_optimizer_state,
 )
@@ -128,7 +129,9 @@ def run_state_table(config: RunConfig) -> StateTable:
     """All state tensors: parameters first, then what the optimizer keeps, and the schedule."""
     train, parameters = config.train, run_parameter_table(config)
     rows = with_optimizer_state(parameters, train.optimizer, train.precision)
-    return rows + velocity_rows(parameters) if config.layout.keeps_velocity else rows
+    if config.layout.keeps_velocity:
+        rows += velocity_rows(parameters)
+    return rows + lagged_policy_rows(parameters, config.rollout.lag if config.rollout.is_on else 0)
 
 
 def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, ...]:

@@ -8,6 +8,7 @@ tokens of the residual stream, so every rank holds all of them. Under sequence p
 (Korthikanti et al. 2022, section 4.2.2) a norm sees only the rank's part of the tokens.
 
     embed, head   [V, D]       dim 0, V units        attention.o   [D, H*h]   dim 1, H units
+    score         [1, D]       dim 1, D units
     attention.q   [H*h, D]     dim 0, H units        ffn.gate, up  [F, D]     dim 0, F units
     attention.k,v [K*h, D]     dim 0, K units        ffn.down      [D, F]     dim 1, F units
     experts.gate, experts.up   [E, F, D]   dim 1, F units
@@ -58,6 +59,7 @@ class Sharding:
 _CUTS: dict[str, tuple[int, str | None]] = {
     "embed": (0, None),
     "head": (0, None),
+    "score": (1, None),
     "attention.q": (0, "heads"),
     "attention.k": (0, "kv_heads"),
     "attention.v": (0, "kv_heads"),
@@ -102,7 +104,7 @@ def _split_name(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...]]:
         _, number, layer = layer.split(".", 2)
         return layer, (int(number),)
     if layer == "embed":
-        return layer, (-1, model.layers) if model.tied_embeddings else (-1,)
+        return layer, (-1, model.layers) if model.has_tied_head else (-1,)
     return layer, (model.layers,)
 
 

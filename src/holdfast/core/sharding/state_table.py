@@ -145,6 +145,20 @@ def with_optimizer_state(
     return tuple(chain(model, *optimizer_rows(optimizer, parameters), scale))
 
 
+def lagged_policy_prefix(age: int) -> str:
+    """Return the prefix of the policy that is `age` steps older than the state."""
+    return f"policy.{age}."
+
+
+def lagged_policy_rows(parameters: StateTable, lag: int) -> StateTable:
+    """The rows of the older policies that a run with `rollout.lag` still generates with."""
+    return tuple(
+        replace(row, name=f"{lagged_policy_prefix(age)}{row.name}")
+        for age in range(1, lag + 1)
+        for row in parameters
+    )
+
+
 NO_DEGREES: Mapping[str, int] = {}
 
 

@@ -16,6 +16,9 @@ from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.data.stream.batch import Microbatch, fed_hash
 
+WAIT_SIGN_S = 0.5
+"""Seconds between two calls of `on_wait`."""
+
 
 class BatchSource(Protocol):
     """The source of a Loader; `batch.Batches` is one."""
@@ -97,6 +100,12 @@ class StepLoader(ABC, Generic[M]):
         self._error: BaseException | None = None
         self._is_at_end = False
         self._is_closed = False
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called now and then while the training loop waits for a step."""
+        self.on_step: Callable[[int], None] = lambda step: None
+        """Called with each step that is handed over."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Ends what the reading thread waits for."""
         self._changed = threading.Condition()
         self.waited_s = 0.0  # by the training loop, since the start
         self._thread = threading.Thread(
@@ -112,7 +121,8 @@ class StepLoader(ABC, Generic[M]):
         whatever reading it raised."""
         begun = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._is_at_end or self._is_closed)
+            while not self._changed.wait_for(self._is_answerable, WAIT_SIGN_S):
+                self.on_wait()
             self.waited_s += time.perf_counter() - begun
             if self._is_closed:
                 raise StopIteration
@@ -122,13 +132,19 @@ class StepLoader(ABC, Generic[M]):
                 raise StopIteration
             batch = self._ready.popleft()
             self._changed.notify_all()
+        self.on_step(batch.step)
         return StepBatch(batch.step, [self._to_device(m) for m in batch.microbatches])
+
+    def _is_answerable(self) -> bool:
+        """Return True if `__next__` has something to return or to raise."""
+        return bool(self._ready or self._is_at_end or self._is_closed)
 
     def close(self) -> None:
         """Stop reading and wait for the thread to end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self.on_close()
         self._thread.join()
 
     def __enter__(self) -> Self:

@@ -246,6 +246,7 @@ class NodeAgent:
             self._say(str(error))
             return 1
         self._parts.processes.publish_mover_address()
+        self._parts.roles.start()
         if self._context.single_node_term is None:
             await self._parts.processes.publish_identity()
         try:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from holdfast.elastic.agent.monitors import make_refusal_counter
 from holdfast.elastic.agent.node_processes import NodeProcesses
+from holdfast.elastic.agent.role_supervisor import RoleSupervisor
 from holdfast.elastic.agent.run_folder_monitor import (
     FOLDER_LOST_MESSAGE,
     RunFolder,
@@ -70,6 +71,9 @@ class AgentParts:
         self.processes = NodeProcesses(
             context, records.progress, say, lambda: self.run_folder_monitor.require_folder()
         )
+        self.roles = RoleSupervisor(
+            context, address, self.processes.lifeline_fd, self._find_leader, say
+        )
         self.run_folder_monitor = RunFolderMonitor(
             RunFolder(context.store),
             lambda: self.shutdown_controller.reason or "",
@@ -87,6 +91,7 @@ class AgentParts:
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""
+        await self.roles.stop()
         await self.processes.stop()
         await asyncio.to_thread(self.refusals.close)
         await self.records.event_log.flush(sync=True)
@@ -114,6 +119,7 @@ class AgentParts:
             address,
             self.records.failure_history,
             it.places,
+            self.roles.folder if it.config.rollout.is_on else None,
         )
         return NodeRunner(
             around,
@@ -191,6 +197,12 @@ class AgentParts:
             committed_step=lambda: self.records.progress.committed_step,
             stop_cause=it.stop_cause,
         )
+
+    def _find_leader(self) -> str:
+        """Return the address of the coordinator; "" for this agent, "?" if none is known."""
+        if self.role_loop.coordinator is not None:
+            return ""
+        return self.role_loop.state.leader_address or "?"
 
     def spares(self) -> tuple[str, ...] | None:
         """Return the nodes that have joined and have no place in the generation; None if this agent

@@ -55,6 +55,7 @@ class RequestHandlers:
             NOTICE_PATH: handler_of(Notice.from_json, self.handle_notice),
             NODE_CHECK_PATH: handler_of(NodeCheck.from_json, self.handle_node_check),
             **self.parts.role_loop.handlers,
+            **self.parts.roles.handlers,
         }
         return SignedApplication(
             {

@@ -35,6 +35,7 @@ class NodeContext:
     control_address: str
     failure_history: FailureHistory
     places: int
+    policies: Path | None = None  # of a run that generates its data: where trainers publish
 
 
 def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
@@ -109,6 +110,7 @@ def make_standby_spec(context: NodeContext, mover_socket: str) -> WorkerSpec:
         log="",
         gloo_interface=cluster.gloo_device,
         heartbeat_seconds=cluster.heartbeat_seconds,
+        policies="" if context.policies is None else str(context.policies),
     )
 
 

@@ -70,7 +70,7 @@ class WorkerSpec(JsonMessage):
     `rank` is -1 for a standby, whose topology is None.
     """
 
-    absent_if_default = frozenset({"saves_only"})
+    absent_if_default = frozenset({"saves_only", "policies"})
     empty_if_none = frozenset({"topology"})
     config: dict[str, Any]
     topology: Topology | None
@@ -93,6 +93,7 @@ class WorkerSpec(JsonMessage):
     skips: Skips | None = None
     retry: Annotated[StepRetry | None, Key("again")] = None
     orders: bool = True  # a worker of an older version takes commands only if this says so
+    policies: str = ""  # folder of this node into which trainers publish their weights
     saves_only: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from holdfast.data.stream.loader import StepLoader
 from holdfast.elastic.protocol.worker_commands import Begin
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, SaveRequest
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
@@ -29,6 +31,11 @@ from holdfast.policy.recovery.survivors import HeldState, RejectedStep
 from holdfast.policy.saving.failure_classes import FailureClassCounts
 from holdfast.policy.saving.tier_durations import TierDurations
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
+from holdfast.rollout.roles.batches import RolloutBatches
+from holdfast.rollout.roles.feed import CompletionFeed
+from holdfast.rollout.roles.link import TrainerPlace, connect_roles
+from holdfast.training.engine.build import TrainingSession
+from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.reference import fill_reference
 from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.save_cadence import FailureStats
@@ -64,6 +71,7 @@ class Worker:
         self._had_capturer = False  # whether there has been one
         self._connection: GenerationConnection | None = None
         self._wear = DeviceWear(self._setup.kind)
+        self._feed: CompletionFeed | None = None  # of a generation that waits for completions
 
     @property
     def is_worn(self) -> bool:
@@ -152,31 +160,65 @@ class Worker:
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.reporter.progress_meter.device_progress = engine.groups.device_progress
+        self._fill_reference(session)
+        self.is_training = True
+        roles = self._connect_roles(session)
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
-            with connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside):
-                alive = partial(self.reporter.progress, self.step, "reference")
-                fill_reference(session, self.step, self.reporter.emit, alive)
-                self.is_training = True
-                with session.loader(self.step) as loader:
-                    return TrainingLoop(
-                        session.engine,
-                        membership,
-                        self.reporter,
-                        saver,
-                        session.evaluator,
-                        config,
-                        start_step=self.step,
-                        stats=_failure_stats(self._setup.spec),
-                        tier_durations=lambda: (
-                            self.reporter.requests.tier_durations or TierDurations()
-                        ),
-                        is_in_danger=lambda: self.reporter.requests.is_in_danger,
-                        retry=retry,
-                    ).run(loader)
+            waking = connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside)
+            with waking, session.loader(self.step) as loader:
+                self._watch_loader(loader)
+                return TrainingLoop(
+                    session.engine,
+                    membership,
+                    self.reporter,
+                    saver,
+                    session.evaluator,
+                    config,
+                    start_step=self.step,
+                    stats=_failure_stats(self._setup.spec),
+                    tier_durations=lambda: self.reporter.requests.tier_durations or TierDurations(),
+                    is_in_danger=lambda: self.reporter.requests.is_in_danger,
+                    retry=retry,
+                ).run(loader)
         finally:
+            self._feed = None
+            if roles is not None:
+                roles.detach()
             held.step = session.engine.status.applied_step or self.step
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
+
+    def _connect_roles(self, session: TrainingSession) -> RolloutBatches | None:
+        """Connect a run that generates its data with its actors; None for any other run."""
+        batches, spec = session.batches, self._setup.spec
+        if not isinstance(batches, RolloutBatches):
+            return None
+        place = TrainerPlace(
+            spec.agent, self._secret, Path(spec.policies), self._setup.device, self.reporter.emit
+        )
+        self._feed = connect_roles(self._setup.config, batches, session.engine, place)
+        return batches
+
+    def _watch_loader(self, loader: ShareLoader) -> None:
+        """Let waits for a step's data count as progress, and end with the generation."""
+        if not isinstance(loader, StepLoader) or (feed := self._feed) is None:
+            return
+        reporter = self.reporter
+
+        def wait() -> None:
+            reporter.progress(feed.trained_step, "completions")
+
+        def take(step: int) -> None:
+            feed.trained_step = step
+
+        loader.on_wait, loader.on_step, loader.on_close = wait, take, feed.interrupt
+
+    def _fill_reference(self, session: TrainingSession) -> None:
+        """Compute the reference log-probabilities that no node has. Raises what `train` raises."""
+        inside, halts = len(session.groups.replica.ranks) > 1, self.connection.halts
+        alive = partial(self.reporter.progress, self.step, "reference")
+        with halts.interruptible(self._interrupt_training, exits_if_stuck=inside):
+            fill_reference(session, self.step, self.reporter.emit, alive)
 
     # --- out of one ---------------------------------------------------------------------------
     def stop_generation(self, is_orderly: bool, is_planned: bool = False) -> None:
@@ -283,6 +325,8 @@ class Worker:
         if not self._setup.kind.inside_has_tags:
             log_pending_operations()
         self.held_session.current.engine.interrupt(inside)
+        if (feed := self._feed) is not None:
+            feed.interrupt()
 
     def _on_outdated(self, step: int) -> None:
         """Handle a newer generation before `step` is voted on: the vote must not happen. The ranks

@@ -33,7 +33,9 @@ from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
 from holdfast.launch.start.facts import Facts, Screen, resolve, with_planned
 from holdfast.launch.start.machine import checked_layouts, refuse_unfit_machine
+from holdfast.launch.start.rollout import plan_rollout
 from holdfast.machine.hardware import detect_hardware
+from holdfast.rollout.roles.devices import describe_roles
 
 SMALLEST = "the smallest world"  # The reason of a number of workers that was left to the machine
 
@@ -145,6 +147,8 @@ def by_epochs(loaded: LoadedConfig, count_samples: Callable[[], int]) -> Planned
 
 def _samples_of_pass(loaded: LoadedConfig, dataset: Dataset | None) -> int:
     config = loaded.config
+    if config.rollout.is_on:
+        return config.rollout.count * config.rollout.samples
     if dataset is None:
         return config.task.samples
     return sum(Batches(dataset, config.data, config.train, config.seed).order.sizes)
@@ -153,6 +157,8 @@ def _samples_of_pass(loaded: LoadedConfig, dataset: Dataset | None) -> int:
 def describe_passes(config: RunConfig) -> list[str]:
     """A line about how often a run reads the samples of a task."""
     steps, samples = config.train.steps, config.task.samples
+    if config.rollout.is_on:
+        samples = config.rollout.count * config.rollout.samples
     if not samples:
         return []
     read = batch_schedule(config.train).position(steps + 1)
@@ -193,7 +199,11 @@ def prepare_run_data(
         loaded = with_planned(loaded, check_first_weights(loaded, facts.stored_config))
         if named and not (loaded.config.model.weights or loaded.config.model.weights_checksum):
             screen.say(f"this run began with initial weights: those of {named} are not read")
-    if not loaded.config.task.has_own_data:
+    rollout = loaded.config.rollout.is_on
+    if rollout:
+        loaded = with_planned(loaded, plan_rollout(loaded))
+        screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
+    elif not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:
         stored = _stored_vocabulary(facts, dataset.version)
@@ -214,7 +224,10 @@ def prepare_run_data(
     loaded, facts = with_layout(loaded, facts)
     task = loaded.config.task
     if dataset is None:
-        return loaded, facts, RunData(task.data, task.folder, tuple(describe_passes(loaded.config)))
+        passes = tuple(describe_passes(loaded.config))
+        if rollout:
+            return loaded, facts, RunData(loaded.config.rollout.version, "", passes)
+        return loaded, facts, RunData(task.data, task.folder, passes)
     if not facts.several:
         refuse_unfit_machine(loaded, facts.hardware)
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on

@@ -89,6 +89,20 @@ class VocabularySoftmax:
             g.scatter_add_(1, index[:, None], here.to(g.dtype).neg_()[:, None])
         return losses, g.to(logits.dtype)
 
+    def entropies(self, logits: Tensor) -> Tensor:
+        """Of the softmax over all ranks' rows, in nats.  logits: [c, rows] -> [c]"""
+        wide = _widen(logits)
+        own = wide.new_zeros(1, 2, wide.shape[0])
+        log_sum, mean = own[0]
+        log_sum.fill_(-torch.inf)
+        if self.part.rows:
+            log_sum.copy_(wide.logsumexp(-1))
+            mean.copy_((wide.softmax(-1) * wide).sum(-1))
+        everywhere = self._collectives.all_gather(own)  # [n, 2, c]
+        total = everywhere[:, 0].logsumexp(0)
+        shares = (everywhere[:, 0] - total).exp()
+        return total - (shares * everywhere[:, 1]).sum(0)
+
     def _combine(self, p: Tensor, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses [c] and this rank's share [c] of all probability. p: softmax over this
         rank's rows [c, rows]. The share is 0 if the token carries no loss."""

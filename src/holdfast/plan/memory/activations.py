@@ -273,7 +273,7 @@ def stage_bytes(
     if number - 1 in own:
         kept -= rank.stream()
     late = len(blocks) * rank.late_block() + head * ((number == 0) + is_last)
-    is_carried = is_last and len(own) > 1 and 0 in own and config.model.tied_embeddings
+    is_carried = is_last and len(own) > 1 and 0 in own and config.model.has_tied_head
     return StageBytes(kept, late, head if is_carried else 0)
 
 

@@ -194,7 +194,7 @@ def _stage(
     first, held = tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0)
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, (f"layers.{blocks[0]}.",))
-    ties = is_last and model.tied_embeddings and 0 not in stages_on(replica, at)
+    ties = is_last and model.has_tied_head and 0 not in stages_on(replica, at)
     holds_table = embeds or ties
     moves = config.train.memory.moves_activations
     is_copied = policy.word == "none" and shape.copies_input
@@ -212,11 +212,13 @@ def _stage(
         max(0, min(held, model.vocab_size - first)) if is_last else 0,
         held if (is_last and trains) or embeds else 0,
         embeds,
-        model.tied_embeddings,
+        model.has_tied_head,
         tp > 1 and config.layout.sequence_parallel,
         edges,
         unit,
-        _elements(config, replica, at, ("embed",) * holds_table + ("norm", "head") * is_last),
+        _elements(
+            config, replica, at, ("embed",) * holds_table + ("norm", "head", "score") * is_last
+        ),
         gathers,
         replica.degree("dp_shard") if gathers and adds else 0,
         loss_chunk(config, device),

@@ -10,8 +10,6 @@ of a block, n blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -23,13 +21,19 @@ BLOCK = 64  # keys of a block
 TILE = 8  # slots that are decoded together
 
 
-@dataclass(frozen=True)
 class Place:
-    """Which slots of a tile a pass reads and writes, and where its tokens stand."""
+    """Which slots of a tile a pass reads and writes, and where its tokens stand.
 
-    slots: slice  # of the tile, one for each text
-    positions: Tensor  # [N, C] int64: of each token in its text
-    blocks: int  # blocks that hold all keys that these tokens see
+    Args:
+        slots: of the tile, one for each text.
+        positions: [N, C] int64: of each token in its text.
+        blocks: blocks that hold all keys that these tokens see.
+    """
+
+    def __init__(self, slots: slice, positions: Tensor, blocks: int):
+        self.slots, self.positions, self.blocks = slots, positions, blocks
+        rows = torch.arange(TILE, device=positions.device)[slots, None].expand(positions.shape)
+        self.index = positions // BLOCK, rows, slice(None), positions % BLOCK  # of new keys
 
 
 class TileCache:
@@ -45,12 +49,10 @@ class TileCache:
         """Write keys and values [N, C, K, h] of new tokens; return the blocks that these tokens
         see: [n, N, K, B, h] each."""
         assert self.place is not None
-        slots, at = self.place.slots, self.place.positions
-        rows = torch.arange(TILE, device=at.device)[slots, None].expand(at.shape)
-        for memory, new in ((self.key, key), (self.value, value)):
-            memory[at // BLOCK, rows, :, at % BLOCK] = new[: at.shape[0]]
-        seen = slice(self.place.blocks)
-        return self.key[seen, slots], self.value[seen, slots]
+        texts = self.place.positions.shape[0]
+        self.key[self.place.index], self.value[self.place.index] = key[:texts], value[:texts]
+        seen = slice(self.place.blocks), self.place.slots
+        return self.key[seen], self.value[seen]
 
     def copy_text(self, source: TileCache, there: int, here: int, blocks: int) -> None:
         """Copy the first blocks of slot `there` of another tile into slot `here`."""

@@ -24,10 +24,10 @@ from holdfast.errors import UserError
 from holdfast.model.decoder import AttentionContext, Decoder
 from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward
 from holdfast.model.feed_forward import Linear
-from holdfast.model.generate import log_probability, refuse_sampling, sample
+from holdfast.model.generate import nucleus, refuse_sampling
 from holdfast.model.lora import add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
-from holdfast.rollout.messages import Completion, CompletionRequest, Finish
+from holdfast.rollout.messages import Completion, CompletionRequest, Finish, Sampling
 
 PREFILL = 32  # tokens of a prompt that are read together
 _VECTOR = 64  # elements that a kernel may compute in another way at a tensor's end
@@ -45,6 +45,18 @@ class _Slot:
     position: int = 0  # of `next_token`
     prompt: tuple[int, ...] = ()  # whose keys are cached; it outlives the request
     first_logits: Tensor | None = None  # [1, V] after that prompt, on the CPU
+
+    def take(self, request: CompletionRequest, token: int, logp: float) -> Completion | None:
+        """Add a token. Return the completion if it has ended."""
+        self.tokens.append(token)
+        self.logps.append(logp)
+        self.next_token = token
+        self.position = len(request.prompt) + len(self.tokens) - 1
+        finish: Finish = "stop" if token in request.sampling.stop else "length"
+        if finish == "length" and len(self.tokens) < request.sampling.max_tokens:
+            return None
+        self.request = None
+        return Completion(request.key, tuple(self.tokens), tuple(self.logps), finish)
 
 
 class PolicyDecoder:
@@ -157,7 +169,7 @@ class PolicyDecoder:
         slot.request, slot.run_seed = request, run_seed
         slot.tokens, slot.logps, slot.position = [], [], len(request.prompt)
         assert slot.first_logits is not None
-        return self._draw(slot, slot.first_logits)
+        return next(iter(self._draw([slot], slot.first_logits)), None)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -169,9 +181,7 @@ class PolicyDecoder:
                 continue
             with _threads(self._threads):
                 logits = self._read_tile(tile, slots)
-            for row, slot in enumerate(slots):
-                if slot.request is not None and (done := self._draw(slot, logits[row : row + 1])):
-                    ended.append(done)
+            ended += self._draw(slots, logits)
         return ended
 
     def _refuse(self, request: CompletionRequest) -> None:
@@ -191,28 +201,27 @@ class PolicyDecoder:
                 remedy="use shorter prompts or completions",
             )
 
-    def _draw(self, slot: _Slot, logits: Tensor) -> Completion | None:
-        """Draw the next token of a slot from logits [1, V]. Return the completion if it ended."""
-        request = slot.request
-        assert request is not None
-        how = request.sampling
-        if not bool(torch.isfinite(logits).all()):
-            raise UserError(
-                f"the policy of step {request.key.policy} gives logits that are not finite",
-                where=f"prompt {request.key.prompt}",
-                remedy="train from an older checkpoint with a lower learning rate",
-            )
-        seed = request.key.seed(slot.run_seed, len(slot.tokens))
-        token = int(sample(logits, how.temperature, how.top_p, seed))
-        slot.tokens.append(token)
-        slot.logps.append(float(log_probability(logits, token, how.temperature)))
-        slot.next_token = token
-        slot.position = len(request.prompt) + len(slot.tokens) - 1
-        finish: Finish = "stop" if token in how.stop else "length"
-        if finish == "length" and len(slot.tokens) < how.max_tokens:
-            return None
-        slot.request = None
-        return Completion(request.key, tuple(slot.tokens), tuple(slot.logps), finish)
+    def _draw(self, slots: Sequence[_Slot], logits: Tensor) -> list[Completion]:
+        """Draw the next token of each slot from its row of logits [n, V] on the CPU. Return the
+        completions that ended."""
+        drawing = [(slot, slot.request) for slot in slots if slot.request is not None]
+        keep = [row for row, slot in enumerate(slots) if slot.request is not None]
+        tokens, logps = _draw_tokens(
+            logits[keep],
+            [request.sampling for _, request in drawing],
+            [request.key.seed(slot.run_seed, len(slot.tokens)) for slot, request in drawing],
+        )
+        ended = []
+        for (slot, request), token, logp in zip(drawing, tokens, logps, strict=True):
+            if not math.isfinite(logp):
+                raise UserError(
+                    f"the policy of step {request.key.policy} gives logits that are not finite",
+                    where=f"prompt {request.key.prompt}",
+                    remedy="train from an older checkpoint with a lower learning rate",
+                )
+            if done := slot.take(request, token, logp):
+                ended.append(done)
+        return ended
 
     def _copy_prompt(self, source: int, number: int, length: int) -> None:
         """Take the prompt that another slot has read."""
@@ -273,6 +282,28 @@ class PolicyDecoder:
         for cache in (cache for tile in self._tiles for cache in tile):
             cache.key.zero_()
             cache.value.zero_()
+
+
+def _draw_tokens(
+    logits: Tensor, how: Sequence[Sampling], seeds: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Draw a token from each row of logits [n, V] by its seed: the first one whose cumulated
+    probability is above a uniform number. Return tokens and log-probabilities."""
+    temperatures = torch.tensor([each.temperature for each in how])[:, None]
+    greedy = temperatures == 0
+    scaled = logits / torch.where(greedy, 1.0, temperatures)
+    rows = scaled.softmax(-1)
+    if any(each.top_p < 1 for each in how):
+        parts = zip(torch.split(rows, 1), how, strict=True)
+        rows = torch.cat([nucleus(row, each.top_p) for row, each in parts])
+    cumulated = rows.double().cumsum(-1)
+    uniform = torch.tensor([(seed >> 11) * 2.0**-52 for seed in seeds], dtype=torch.float64)
+    drawn = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)
+    if bool(greedy.any()):
+        drawn = torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)
+    drawn = drawn.clamp_max(logits.shape[1] - 1)  # of a row that is not finite
+    logps = scaled.log_softmax(-1).gather(1, drawn)[:, 0]
+    return drawn[:, 0].tolist(), logps.tolist()
 
 
 def _build(

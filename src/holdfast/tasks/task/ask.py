@@ -73,6 +73,10 @@ def run_entries(
     config: RunConfig, skips: Skips, missing: Sequence[Range], last_step: int
 ) -> list[tuple[int, list[dict[str, Any]]]]:
     """As `data.ledger_entries.stand_in_entries`, from the run's data. Raises UserError."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return stand_in_entries(RolloutBatches(config, skips), missing, last_step)
     if not config.task.has_own_data:
         from holdfast.data.stream.batch import Batches
         from holdfast.data.stream.dataset_location import open_dataset

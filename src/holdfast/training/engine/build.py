@@ -168,6 +168,7 @@ def build_engine(
         dealer,
         task.user_parts,
         LossScale(tokens, device, is_dynamic=precision.scales_loss),
+        config.rollout.lag if config.rollout.is_on else 0,
     )
     engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):

@@ -36,6 +36,7 @@ from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.detection.loss_spikes import LossJump
 from holdfast.policy.recovery.step_resolution import StepStage
 from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.lagged import LaggedPolicies
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
 from holdfast.training.engine.nonfinite import find_non_finite
 from holdfast.training.engine.precision import as_indeterminate
@@ -81,8 +82,9 @@ class StepEngine:
     measure_passes: passes run inside of it. on_vote_sent: called when this rank's vote is on its
     way. order_shares: the shares of a generation, one by one, as the executor needs them.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
-    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. sum_names: of
-    what an objective adds up besides the loss. counts: see `events.StepDone`.
+    rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. lagged: older
+    weights that the run still needs. on_applied: called with a step once it has been applied.
+    sum_names: of what an objective adds up besides the loss. counts: see `events.StepDone`.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class StepEngine:
         dealer: Dealer = deal,
         user: UserParts | None = None,
         loss_scale: LossScale = NOT_SCALED,
+        lag: int = 0,
     ):
         self._user, self.objective, self.executor = user or UserParts(), objective, executor
         executor.loss_scale = self.loss_scale = loss_scale
@@ -113,6 +116,8 @@ class StepEngine:
         held, gradients = (parameters.table, parameters.master_tensors), self._gradients.gradients()
         where = parameters.memory, parameters.boxes
         self.optimizer = make_optimizer(train.optimizer, *held, gradients, self._user, *where)
+        self.lagged = LaggedPolicies(parameters, lag)
+        self.on_applied: Callable[[int], None] = lambda step: None
         self._shares: Shares = ()
         self.batches: list[LoadedMicrobatch] = []  # of the step that is open, or was last
         self._accounts: AccountExchange | None = None
@@ -221,6 +226,7 @@ class StepEngine:
         """Update the parameters; returns the learning rate that was used."""
         rate = self.update(verdict)
         self.parameters.refresh()
+        self.on_applied(self.status.step)
         return rate
 
     def update(self, verdict: StepVerdict) -> float:
@@ -229,6 +235,7 @@ class StepEngine:
         status.record_verdict(verdict)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         status.is_torn = True
+        self.lagged.shift()
         if not verdict.is_skipped:
             divisor = (verdict.tokens or 1) / clip * self.loss_scale.factor
             self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
@@ -330,7 +337,8 @@ class StepEngine:
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
         """All that a checkpoint must hold of this rank; the same storage every time."""
-        return state_tensors(self.parameters, self.optimizer.slots) + self.loss_scale.state()
+        state = state_tensors(self.parameters, self.optimizer.slots)
+        return state + self.loss_scale.state() + self.lagged.state()
 
     def load(self, read: ReadBox) -> None:
         """Fill the state in place from a reader of boxes."""
@@ -342,6 +350,7 @@ class StepEngine:
         self.parameters.initialise(seed)
         clear(self.optimizer.slots)
         self.loss_scale.reset()
+        self.lagged.reset()
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""

@@ -199,11 +199,11 @@ class PipelinedExecutor(Executor):
             part = StagePart(replica.stage_blocks(number), is_last)
             modules: list[nn.Module | None] = [decoder.layers[b] for b in part.blocks]
             modules += [decoder.embed] if number == 0 else []
-            modules += [decoder.norm, decoder.head] if is_last else []
+            modules += [decoder.norm, decoder.head, decoder.score] if is_last else []
             found = [p for m in modules if m is not None for p in m.parameters()]
             own = StageParameters(found, len(numbers))
             reached = [p for p in found if p.requires_grad]
-            if is_last and decoder.config.tied_embeddings and decoder.embed is not None:
+            if is_last and decoder.config.has_tied_head and decoder.embed is not None:
                 reached += [p for p in decoder.embed.parameters() if p.requires_grad]
                 if 0 not in numbers:
                     own = StageParameters([*found, *decoder.embed.parameters()], len(numbers))

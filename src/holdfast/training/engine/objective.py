@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
+from holdfast.core.sharding.sharding_table import tp_part
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.context import ContextParallel, TokenShare
@@ -48,7 +49,7 @@ class NextTokenObjective(nn.Module):
 
     loss: a function of log-probabilities instead of the next token's cross entropy
     (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
-    vector.
+    vector. temperature: the logits of such a loss are divided by it.
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
@@ -63,7 +64,7 @@ class NextTokenObjective(nn.Module):
         loss: Objective | None = None,
     ):
         super().__init__()
-        self._chunk, self.loss = chunk, loss
+        self._chunk, self.loss, self.temperature = chunk, loss, 1.0
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -163,31 +164,62 @@ class NextTokenObjective(nn.Module):
         The objective's gradient with respect to the log-probabilities is what each target counts
         in a second pass of the head."""
         assert documents is not None, "the run file's rules ask for documents"
-        ids = targets.flatten()
-        with torch.no_grad():
-            losses = linear_losses(
-                hidden.flatten(0, 1),
-                self.decoder.head_weight,
-                ids,
-                self._chunk,
-                **self._head_keywords(),
-            )
-        logps = -losses.view_as(targets)
-        missing = objective.needs - side.keys()  # of a microbatch that is skipped
-        given = {**side, **{name: torch.zeros_like(logps) for name in missing}}
         is_trained = torch.is_grad_enabled() and hidden.requires_grad
+        has_words = self.decoder.config.has_language_head
+        logps = torch.zeros_like(targets, dtype=_wide_dtype(hidden.dtype))
+        values, given = self._values(hidden), dict(side)
+        if has_words:
+            hidden = hidden if self.temperature == 1.0 else hidden / self.temperature
+            logps, *more = self._log_probabilities(hidden, targets, objective.needs_entropy)
+            given |= dict(zip(("entropies",), more, strict=False))
+        missing = objective.needs - given.keys()
+        given |= {name: torch.zeros_like(logps) for name in missing}  # if it is skipped
+        leaves = [logps] * has_words
+        if values is not None:
+            given["values"] = values.detach()
+            leaves.append(given["values"])
+        for leaf in leaves:
+            leaf.requires_grad_(is_trained)
         with torch.set_grad_enabled(is_trained):
-            found = objective(logps.requires_grad_(is_trained), targets, documents, given)
+            found = objective(logps, targets, documents, given)
         words = [found.total.detach()]
         for name in objective.names:
             words += [word.detach().double() for word in found.sums[name]]
         said = torch.stack(words)
         if not is_trained:
             return said
-        (slope,) = torch.autograd.grad(found.total, [logps])
-        carrier = self._cross_entropy(hidden, ids, -slope.flatten())
+        slopes = list(torch.autograd.grad(found.total, leaves, materialize_grads=True))
+        carrier = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if has_words:
+            carrier = self._cross_entropy(hidden, targets.flatten(), -slopes.pop(0).flatten())
+        if values is not None:
+            carrier = carrier + (values * slopes.pop()).sum(dtype=torch.float64)
         out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
         return out
+
+    @torch.no_grad()
+    def _log_probabilities(
+        self, hidden: Tensor, targets: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, ...]:
+        """hidden: [B, S, D], targets: [B, S] -> [B, S], and the entropies [B, S] if asked for"""
+        rows = hidden.flatten(0, 1), self.decoder.head_weight, targets.flatten()
+        found = linear_losses(*rows, self._chunk, entropy=entropy, **self._head_keywords())
+        losses, *more = found.view(1 + entropy, *targets.shape)
+        return -losses, *more
+
+    def _values(self, hidden: Tensor) -> Tensor | None:
+        """The score head's output, in at least float32; None without one. Each tp rank has some
+        columns of the head, and gives a summand of the gradient of `hidden`.
+        [B, S, D] -> [B, S]"""
+        score = self.decoder.score
+        if score is None:
+            return None
+        if self.tensor is None:
+            return F.linear(hidden, score.weight)[..., 0].to(_wide_dtype(hidden.dtype))
+        collectives = self.tensor.collectives
+        first, size = tp_part(hidden.shape[-1], collectives.size, collectives.rank)
+        part = F.linear(hidden.narrow(-1, first, size), score.weight)[..., 0]
+        return collectives.reduce(part.to(_wide_dtype(hidden.dtype)))
 
     def run_compiled_loss(self, targets: Tensor, dtype: torch.dtype) -> None:
         """Run the loss and its gradient once for each length of chunk, as `forward` does for
@@ -225,16 +257,24 @@ def linear_losses(
     vocabulary: int,
     part: VocabularySoftmax | None = None,
     softcap: float = 0.0,
+    entropy: bool = False,
 ) -> Tensor:
     """-log softmax(hidden weight^T)[target] of each target, without a gradient; 0 for those of
-    -100. The parameters are those of `linear_cross_entropy`.  [T, D], [V, D], [T] -> [T]"""
+    -100. entropy: the entropy of the softmax too. The other parameters are those of
+    `linear_cross_entropy`.  [T, D], [V, D], [T] -> [T], or [2, T]"""
     losses: Losses = _losses if part is None else part.losses
-    if softcap:
-        losses = _softcapped_losses(losses, softcap)
+    entropies = _entropies if part is None else part.entropies
     rows = vocabulary if part is None else part.part.rows
     size = device_kind(hidden.device.type).chunk_tokens(vocabulary, chunk)
-    pairs = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
-    return torch.cat([losses(F.linear(h, weight[:rows]), t) for h, t in pairs])
+    found = []
+    for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+        logits = F.linear(h, weight[:rows])
+        logits = _softcapped(logits, softcap) if softcap else logits
+        one = losses(logits, t)
+        if entropy:
+            one = torch.stack((one, entropies(logits).masked_fill(t < 0, 0.0)))
+        found.append(one)
+    return torch.cat(found, -1)
 
 
 def linear_cross_entropy(
@@ -404,6 +444,12 @@ def _loss_and_gradient_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: [c, V], targets: [c] -> losses [c]"""
     return target_losses(_log_softmax(logits), targets)
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    """logits: [c, V] -> [c], in nats"""
+    log_p = _log_softmax(logits)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.core.data.skips import Skips
 from holdfast.core.data.target_weights import target_ids, target_weights
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import SCORE, Parameter
 from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.batch import Batches, Microbatch, ValidationSet
@@ -186,6 +187,8 @@ class DecoderTask:
                 make_objective(config.objective, _combiner(groups)),
             )
         decoder = objective.decoder
+        if config.rollout.is_on:  # at 0 a completion's log-probabilities are those at 1
+            objective.temperature = config.rollout.temperature or 1.0
         blocks = replica.blocks(place.pp)
         if blocks is not None:
             keep_stage(decoder, blocks, groups.is_first_stage, groups.is_last_stage)
@@ -255,7 +258,13 @@ class DecoderTask:
         if not model.weights:
             return lambda row, box: initial_box(row, seed, box.offsets, box.lengths)
         tensors = open_weights(model, Path(model.weights), model.weights_checksum, "model.weights")
-        return lambda row, box: tensors.box(row.name, box.offsets, box.lengths)
+
+        def value(row: Parameter, box: Box) -> Tensor:
+            if row.name == SCORE and SCORE not in tensors:  # of a language model
+                return initial_box(row, seed, box.offsets, box.lengths)
+            return tensors.box(row.name, box.offsets, box.lengths)
+
+        return value
 
     def executor(
         self, objective: nn.Module, groups: ProcessGroups, dtype: torch.dtype, device: torch.device

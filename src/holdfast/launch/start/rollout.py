@@ -1,0 +1,55 @@
+"""What a start works out of the prompts and rewards of a run that generates its data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
+from holdfast.data.read.vocabulary import describe_tokenizer, load_tokenizer, needed_size
+from holdfast.errors import ConfigError, DataError
+from holdfast.rollout.roles.texts import TOKENIZER_PLACE, open_prompts, open_rewards, places_of
+
+
+def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
+    """Read the prompts, try the rewards, and return the planned keys. Raises UserError."""
+    folder = os.path.abspath(loaded.config.task.folder or loaded.base or ".")
+    loaded = loaded.with_values({"task.folder": (folder, "the run file's folder")})
+    config = loaded.config
+    prompts = open_prompts(config)
+    rollout, length = config.rollout, config.data.sequence_length
+    room = length + 1 - rollout.max_tokens
+    if longest := [prompt for prompt in prompts if len(prompt.ids) > room]:
+        first = longest[0]
+        raise DataError(
+            f"the prompt has {len(first.ids)} tokens, and with completions of "
+            f"{rollout.max_tokens} there is room for {room}",
+            where=first.where,
+            remedy=f"use data.sequence_length={len(first.ids) + rollout.max_tokens - 1} or more, "
+            "or a smaller rollout.max_tokens",
+        )
+    with open_rewards(config) as rewards:
+        rewards.check(prompts)
+        judged = rewards.version
+    places = places_of(config)
+    path = Path(places[TOKENIZER_PLACE])
+    tokens = describe_tokenizer(load_tokenizer(path), path)
+    version = hashlib.blake2b(f"{prompts.version} {judged}".encode(), digest_size=16).hexdigest()
+    why = f"{len(prompts):,} prompts"
+    values: dict[str, tuple[object, str]] = {
+        "task.folder": (folder, "the run file's folder"),
+        "rollout.version": (version, why),
+        "rollout.count": (len(prompts), why),
+        "rollout.places": (places, "where the run file names them"),
+    }
+    size = config.model.vocab_size
+    if size == 0:
+        return values | {"model.vocab_size": (tokens.size, "the tokenizer's")}
+    if size < (needed := needed_size(path, tokens.end_id, tokens.begin_id)):
+        raise ConfigError(
+            f"model.vocab_size {size} is smaller than the tokenizer's vocabulary of {needed}",
+            where=loaded.where("model.vocab_size"),
+            remedy=f"use {needed}, or 0 for the tokenizer's",
+        )
+    return values

@@ -1,0 +1,316 @@
+"""What actors and scorers do, in a process of their own or in a trainer without any.
+
+A turn reports what is done, takes leases, and works for a while. A thread sends signs of life while
+a turn works. Results stay here until the step that needs them is trained. If the queue is lost,
+they are handed in again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.errors import HoldfastError, UserError
+from holdfast.rollout.decode.policy import PolicyDecoder
+from holdfast.rollout.messages import CompletionKey
+from holdfast.rollout.roles.client import NoQueueError, QueueClient, pause
+from holdfast.rollout.roles.messages import (
+    BEAT_S,
+    Made,
+    PolicyPart,
+    Role,
+    RoleOrders,
+    RoleReport,
+    Scored,
+    Wanted,
+)
+from holdfast.rollout.roles.policies import (
+    fetch_policy,
+    has_policy,
+    read_policy,
+    remove_other_policies,
+)
+from holdfast.rollout.roles.texts import Texts, open_rewards
+from holdfast.rollout.roles.weight_files import own_folder
+from holdfast.training.engine.precision import Precision
+
+Result = TypeVar("Result", Made, Scored)
+
+
+class RoleWork(Generic[Result]):
+    """The part that actors and scorers have in common."""
+
+    role: Role
+
+    def __init__(
+        self, config: RunConfig, client: QueueClient, name: str, node: str, stands_in: bool = False
+    ) -> None:
+        self._config, self._client, self._name, self._node = config, client, name, node
+        self._stands_in = stands_in
+        self._queue = ""
+        self._busy: dict[Wanted, None] = {}
+        self._kept: dict[Wanted, Result] = {}  # results that may have to be handed in again
+        self._unsent: dict[Wanted, Result] = {}
+        self._failure = ""
+        self._lock = threading.Lock()  # one report at a time
+        self._reported_at = 0.0
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"{self.role} beat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send no more signs of life."""
+        self._is_closed.set()
+        self._client.interrupt()
+        self._thread.join()
+
+    def interrupt(self) -> None:
+        """End what the turn of another thread waits for or computes."""
+        self._client.interrupt()
+
+    def turn(self, wait: float) -> bool:
+        """Report, take leases, and work; return True if the run goes on. wait: seconds to wait for
+        work. A queue that does not answer is asked again in the next turn."""
+        try:
+            orders = self._report(self._free, wait if not self._busy else 0.0)
+        except NoQueueError:
+            pause()
+        else:
+            if orders.over:
+                return False
+            self._take(orders)
+        if self._busy:
+            self._work()
+        return True
+
+    @property
+    def _free(self) -> int:
+        """Leases that could be taken now."""
+        raise NotImplementedError
+
+    def _take(self, orders: RoleOrders) -> None:
+        """Begin what was ordered."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        """Work on what was begun, until something is done or a moment has passed."""
+        raise NotImplementedError
+
+    def _finish(self, wanted: Wanted, result: Result) -> None:
+        del self._busy[wanted]
+        self._kept[wanted] = self._unsent[wanted] = result
+
+    def _report(self, free: int, wait: float) -> RoleOrders:
+        with self._lock:
+            sent, failure = dict(self._unsent), self._failure
+            results = tuple(sent.values())
+            report = RoleReport(
+                self.role,
+                self._name,
+                self._queue,
+                self._node,
+                free,
+                tuple(self._busy),
+                tuple(each for each in results if isinstance(each, Made)),
+                tuple(each for each in results if isinstance(each, Scored)),
+                failure,
+                wait,
+                self._stands_in,
+            )
+            orders = self._client.work(report)
+            self._reported_at = time.monotonic()
+            for wanted in sent:
+                self._unsent.pop(wanted, None)
+            self._failure = "" if self._failure == failure else self._failure
+            if orders.queue != self._queue:  # it has nothing of what another one was given
+                self._queue = orders.queue
+                self._unsent |= {w: r for w, r in self._kept.items() if w not in sent}
+            for wanted in [w for w in self._kept if w.step < orders.step]:
+                del self._kept[wanted]
+                self._unsent.pop(wanted, None)
+            return orders
+
+    def _beat(self) -> None:
+        """Send signs of life while the other thread works."""
+        while not self._is_closed.wait(BEAT_S / 4):
+            if self._busy and time.monotonic() - self._reported_at > BEAT_S:
+                try:
+                    self._report(0, 0.0)
+                except HoldfastError:
+                    pass  # the next turn says so
+                except RuntimeError:
+                    pass  # the other thread has just changed what is busy
+
+
+class Actor(RoleWork[Made]):
+    """Generates completions."""
+
+    role: Role = "actor"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        client: QueueClient,
+        name: str,
+        node: str,
+        *,
+        texts: Texts,
+        device: torch.device,
+        folder: Path | None,
+        slots: int,
+        stands_in: bool = False,
+    ) -> None:
+        """folder: where the trainers of this node publish; None: there are none."""
+        self._texts, self._device, self._slots = texts, device, slots
+        self._shared, self._own = folder, None if folder is not None else own_folder(os.getpid())
+        self._decoder: PolicyDecoder | None = None
+        self._tag = ""  # of the policy that the decoder has
+        self._places: dict[str, list[PolicyPart]] = {}
+        self._waiting: deque[Wanted] = deque()
+        self._running: dict[CompletionKey, Wanted] = {}
+        super().__init__(config, client, name, node, stands_in)
+
+    def close(self) -> None:
+        super().close()
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    @property
+    def _free(self) -> int:
+        return self._slots - len(self._busy)
+
+    def _take(self, orders: RoleOrders) -> None:
+        for part in orders.policies:
+            places = self._places.setdefault(part.tag, [])
+            if part not in places:
+                places.append(part)
+        for wanted in orders.wanted:
+            if wanted not in self._busy:
+                self._busy[wanted] = None
+                self._waiting.append(wanted)
+
+    def _work(self) -> None:
+        try:
+            self._start_waiting()
+        except (NoQueueError, OSError):  # the weights are gone: the policy is not needed any more
+            self._drop_waiting()
+            pause()
+            return
+        decoder = self._decoder
+        if decoder is None or not self._running:
+            return
+        until = time.monotonic() + BEAT_S
+        while self._running and time.monotonic() < until and not self._client.is_interrupted:
+            ended = decoder.step()
+            for completion in ended:
+                wanted = self._running.pop(completion.key)
+                self._finish(wanted, Made.of(wanted, completion))
+            if ended:
+                return
+
+    def _start_waiting(self) -> None:
+        """Begin the leases of the decoder's policy; load the next policy once none is running."""
+        while self._waiting:
+            wanted = self._waiting[0]
+            if wanted.tag != self._tag:
+                if self._running:
+                    return
+                self._load(wanted)
+            self._waiting.popleft()
+            assert self._decoder is not None, "loaded above"
+            self._running[wanted.key] = wanted
+            ended = self._decoder.start(self._texts.request(wanted), self._config.seed)
+            if ended is not None:
+                del self._running[wanted.key]
+                self._finish(wanted, Made.of(wanted, ended))
+
+    def _drop_waiting(self) -> None:
+        """Give leases back: the next report no longer names them."""
+        while self._waiting:
+            self._busy.pop(self._waiting.popleft(), None)
+
+    def _load(self, wanted: Wanted) -> None:
+        """Load the policy of a lease. Raises OSError and NoQueueError if its files are gone."""
+        parts = self._places.get(wanted.tag, [])
+        if not parts:
+            raise NoQueueError("the queue names no place of the policy")
+        folder = self._shared
+        if folder is None or not has_policy(folder, parts):
+            folder = self._own = self._own or own_folder(os.getpid())
+            remove_other_policies(folder, parts)
+            fetch_policy(folder, parts, self._client.fetch)
+        try:
+            weights = read_policy(folder, parts[0])
+        except Exception as error:  # the library raises its own kinds for a file that is gone
+            raise OSError(str(error)) from error
+        if self._decoder is None:
+            self._decoder = make_decoder(self._config, self._device, self._slots)
+        self._decoder.load(weights)
+        self._tag = wanted.tag
+        self._places = {wanted.tag: parts}
+
+
+def make_decoder(config: RunConfig, device: torch.device, slots: int) -> PolicyDecoder:
+    """Make a decoder without weights for the run's policy."""
+    return PolicyDecoder(
+        config.model,
+        device,
+        slots=slots,
+        max_length=min(config.data.sequence_length + 1, config.model.max_position),
+        dtype=Precision.of(config.train.precision).compute,
+    )
+
+
+class Scorer(RoleWork[Scored]):
+    """Rates completions."""
+
+    role: Role = "scorer"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        client: QueueClient,
+        name: str,
+        node: str,
+        *,
+        texts: Texts,
+        stands_in: bool = False,
+    ) -> None:
+        self._texts = texts
+        self._rewards = open_rewards(config)
+        self._waiting: deque[Made] = deque()
+        super().__init__(config, client, name, node, stands_in)
+
+    def close(self) -> None:
+        super().close()
+        self._rewards.close()
+
+    @property
+    def _free(self) -> int:
+        return 0 if self._waiting else 1
+
+    def _take(self, orders: RoleOrders) -> None:
+        for made in orders.made:
+            self._busy[made.wanted] = None
+            self._waiting.append(made)
+
+    def _work(self) -> None:
+        if not self._waiting:
+            return
+        made = self._waiting.popleft()
+        text = self._texts.text(made.tokens)
+        try:
+            rewards = self._rewards.rate(self._texts.prompts[made.wanted.prompt], text, made.tokens)
+        except UserError as error:
+            del self._busy[made.wanted]
+            self._failure = str(error)
+            return
+        self._finish(made.wanted, Scored(made, text, rewards))
