@@ -4,6 +4,7 @@
 # make flaky        tests N times while all cores are busy: make flaky TESTS=tests/runtime/wire N=20
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make test-fp8     the tests of fp8 with torchao, in an environment of their own
+# make test-verl    PPO against the functions of verl, which lies in a folder of its own
 # make campaign     the long tests (marker slow), and what the next two lines name
 # make campaign-bucket  tests of several nodes once more, with a bucket in place of their folder
 # make campaign-ceph    runs without a shared disk on a Ceph, where its commands are installed
@@ -39,7 +40,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest flaky test-torch test-fp8 campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel image pictures clean
+.PHONY: install install-dev quickstart test lint pytest flaky test-torch test-fp8 test-verl campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos corrupt-checkpoints docs docs-site wheel image pictures clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -135,6 +136,15 @@ $(VENV)-fp8/.installed: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,fp8]'
 	@touch $@
+
+# verl asks for packages of inference servers, which its functions do not need.
+VERL = verl ray tensordict omegaconf antlr4-python3-runtime==4.9.3 codetiming hydra-core orjson \
+	cloudpickle pyvers pylatexenc msgpack dill jsonschema referencing rpds-py jsonschema-specifications
+
+test-verl: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)-verl $(VERL)
+	HOLDFAST_VERL=$(VENV)-verl $(ONE_THREAD) $(BIN)/python -m pytest -rs -m slow -k verl \
+	  tests/runtime/training/test_policy_objectives.py
 
 docs: $(VENV)/.installed
 	$(BIN)/holdfast config schema --markdown > docs/reference/run-file.md

@@ -32,6 +32,8 @@ TORCH_ROOMS = (
             "async_tp",
             "asynchronous",
             "expert_copies",
+            "keep_zeros",
+            "qat",
             "quantized",
             "short_state",
             "tp_by",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,10 +175,13 @@ def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> R
     if loaded.config.task.name:
         loaded = loaded.with_values(ask_task(loaded)).validated()
     config = loaded.config
-    if config.task.has_own_data:
+    if config.has_own_data:
+        whose = f"trains {config.task.name}, which gives its own data"
+        if config.rollout.is_on:
+            whose = "generates its data from prompts"
         raise ConfigError(
-            f"{what} is for text, and this run trains {config.task.name}, which gives its own data",
-            where=f"{run_file}: task",
+            f"{what} is for text, and this run {whose}",
+            where=f"{run_file}: {'rollout' if config.rollout.is_on else 'task'}",
             remedy="train: " + shlex.join(["holdfast", "train", str(run_file), *(overrides or [])]),
         )
     return config
@@ -232,7 +235,10 @@ class RunAudit:
     def to_json(self) -> dict[str, Any]:
         if self.result is None or self.journal is None:
             return {"missing": self.missing}
-        numbers = asdict(self.result)
+        numbers = asdict(replace(self.result, groups=None))
+        del numbers["groups"]
+        if (found := self.result.groups) is not None:
+            numbers["completions"] = {"trained": found.trained, "filtered": found.filtered}
         if not self.result.unreadable:
             del numbers["unreadable"]
         if self.result.first_step == 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,69 @@ from holdfast.errors import UserError
 
 
 class _App(typer.Typer):
-    """A Typer application whose commands get paths with `~` filled in."""
+    """A Typer application whose commands get paths with `~` filled in.
+
+    A command that names a run, and lists nothing, takes keys of its run file as well."""
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
-        add = super().command(*args, **settings)
-
         def decorate(function: Any) -> Any:
             @wraps(function)  # Typer reads the signature behind it
             def with_paths(**given: Any) -> Any:
-                return function(**{name: _expanded(name, v) for name, v in given.items()})
+                given = {name: _expanded(name, value) for name, value in given.items()}
+                context = given.pop(_CONTEXT, None)
+                if context is not None and context.args:
+                    run = given["run"]
+                    given["run"] = type(run)(folder_with_keys(Path(run), context.args))
+                return function(**given)
 
-            add(with_paths)
+            known = signature(function, eval_str=True)
+            if "run" in known.parameters:
+                settings["context_settings"] = _CONTEXT_SETTINGS | {"allow_extra_args": True}
+                more = Parameter(_CONTEXT, Parameter.KEYWORD_ONLY, annotation=typer.Context)
+                both = [*known.parameters.values(), more]
+                with_paths.__signature__ = known.replace(parameters=both)  # type: ignore[attr-defined]
+                with_paths.__annotations__ = function.__annotations__ | {_CONTEXT: typer.Context}
+            super(_App, self).command(*args, **settings)(with_paths)
             return function
 
         return decorate
+
+
+_CONTEXT_SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+}
+
+_CONTEXT = "typer_context"  # the parameter for words that a command has no argument for
+
+
+def is_key(word: str) -> bool:
+    """Return True for `key=value`."""
+    return "=" in word and word.partition("=")[0].replace(".", "").replace("_", "").isalnum()
+
+
+def folder_with_keys(run: Path, words: Sequence[str]) -> Path:
+    """Return the run folder that a run file names if `words` give some of its keys. Raises
+    ConfigError."""
+    from holdfast.config.loading.load import load_config
+    from holdfast.errors import ConfigError
+    from holdfast.launch.run.runs import run_folder_of
+
+    if strange := [word for word in words if not is_key(word)]:
+        raise ConfigError(
+            f"{strange[0]!r} is no key=value of a run file",
+            where="command line",
+            remedy=f"see several runs beside each other with: holdfast status {run} {strange[0]}"
+            if Path(strange[0]).exists()
+            else "leave it out",
+        )
+    if not run.is_file():
+        raise ConfigError(
+            f"{words[0]} goes with a run file, and {run} is none",
+            where="command line",
+            remedy="leave it out, or name the run file",
+        )
+    return run_folder_of(load_config(run, list(words)).config)
 
 
 def _expanded(name: str, value: Any) -> Any:
@@ -61,7 +111,7 @@ def app(help_text: str) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         no_args_is_help=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        context_settings=_CONTEXT_SETTINGS,
     )
 
 

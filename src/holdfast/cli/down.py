@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,10 +16,20 @@ from holdfast.errors import HoldfastError, StoreError
 from holdfast.launch.owners.owner import NodeState, OwnedJob, open_owner
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.launch_claim import release_claim
-from holdfast.launch.run.runs import folder_with_job
+from holdfast.launch.run.runs import folder_with_job, open_run
+from holdfast.report.history.history import read_history
 from holdfast.show.output import say
 
 WAIT_INTERVAL_S = 0.5
+
+
+def _what_follows(folder: Path) -> str:
+    """Say what the same launch does with a run as it is now."""
+    with suppress(HoldfastError):
+        if read_history(open_run(folder).store).state == "finished":
+            return "the run is finished"
+    return "the same 'holdfast launch' again resumes the run"
+
 
 app = make_app("Give the machines of a launched run back.")
 
@@ -57,7 +68,7 @@ def down(
                 say(f"node {each.node} is lost, and its agent may still be at work ({each.detail})")
         with suppress(StoreError):  # a claim on a bucket that is away ends by its age
             release_claim(folder)
-        say(f"no node of job {job.job} is left; the same 'holdfast launch' again resumes the run")
+        say(f"no node of job {job.job} is left; {_what_follows(folder)}")
     else:
         place = place_word(folder)
         say(f"{job.owner} ends the nodes of job {job.job}; see them with: holdfast status {place}")

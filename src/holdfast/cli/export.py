@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, RunArgument
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK
+from holdfast.config.sections.task import refuse_task
 from holdfast.export.dcp import write_dcp_folder
 from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 from holdfast.launch.run.runs import Run, open_run, with_base
@@ -43,6 +46,15 @@ class Dtype(Enum):
     FLOAT16 = "float16"
 
 
+class Quantize(Enum):
+    """How weights are rounded."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    INT8_INT4 = "int8-int4"
+    NF4 = "nf4"
+
+
 @app.command()
 def export(
     run: RunArgument,
@@ -64,6 +76,10 @@ def export(
     names: Annotated[
         Names | None, typer.Option(help="of the parameters (dcp); none: holdfast")
     ] = None,
+    quantize: Annotated[
+        Quantize | None,
+        typer.Option(help="round the weights of blocks (hf); int4 as train.qat rounds them"),
+    ] = None,
     base: Annotated[
         Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
     ] = None,
@@ -78,6 +94,9 @@ def export(
     flat names as torchtitan has them (optimizer.state.NAME.exp_avg). --names torchtitan names the
     parameters as torchtitan's Llama 3 does since 0.3 (torchtitan-0.2: as before), with the rows of
     q and k in its order.
+
+    --quantize rounds the weights of the blocks' linear layers, in files that transformers loads:
+    int8, int4 and int8-int4 with torchao, nf4 with bitsandbytes.
 
     \b
     Example:
@@ -95,6 +114,8 @@ def export(
         )
     if format is Format.HF and names is not None:
         raise typer.BadParameter("it is for --format dcp", param_hint="--names")
+    if format is not Format.HF and quantize is not None:
+        raise typer.BadParameter("it is for --format hf", param_hint="--quantize")
     found = with_base(open_run(run), base)
     if format is Format.DCP:
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
@@ -107,7 +128,11 @@ def export(
         step_done, known = checkpoint.step, False
     else:
         cast = None if dtype is None else dtype.value
-        step_done, known = _hf(found, to, step, cast, round(shard_size * GIGABYTE))
+        size = round(shard_size * GIGABYTE)
+        if quantize is None:
+            step_done, known = _hf(found, to, step, cast, size)
+        else:
+            step_done, known = _quantized(found, to, step, cast, size, quantize)
     if json:
         print_json({"step": step_done, "folder": str(to), "tokenizer": known})
     else:
@@ -121,7 +146,7 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
     checkpoint, _ = with_checkpoint(
         found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard), say
     )
-    if found.config.task.has_own_data:
+    if found.config.has_own_data:
         return checkpoint.step, False
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
@@ -131,6 +156,21 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
             "name a new data.folder to train it"
         )
     return checkpoint.step, known is not None
+
+
+def _quantized(
+    found: Run, to: Path, step: int | None, dtype: str | None, shard: int, kind: Quantize
+) -> tuple[int, bool]:
+    """-> (step, whether there was a tokenizer). Raises UserError."""
+    from holdfast.tasks.transformers.quantized_folder import quantize_folder
+
+    if found.config.task.name not in ("", TRANSFORMERS_TASK):
+        refuse_task(found.config.task, "--quantize")
+    with TemporaryDirectory(dir=to.absolute().parent, prefix=f".{to.name}-") as folder:
+        full = Path(folder, "full")
+        done = _hf(found, full, step, dtype, shard)
+        quantize_folder(full, to, kind.value, shard)
+    return done
 
 
 def _dcp(found: Run, to: Path, step: int | None, names: str) -> int:

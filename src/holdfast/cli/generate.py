@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Json, RunArgument, refuse_beside
-from holdfast.config.huggingface.folder import CONFIG, describe_unread_settings
-from holdfast.export.weights import (
-    Sampling,
-    continuations,
-    folder_continuation,
-    settings_folder,
-    with_checkpoint,
+from holdfast.cli.options import (
+    CheckpointStep,
+    Json,
+    LoraBase,
+    RunArgument,
+    Temperature,
+    TopP,
+    refuse_beside,
 )
-from holdfast.launch.run.runs import RESOLVED_FILE, open_run, with_base
+from holdfast.config.huggingface.folder import describe_unread_settings
+from holdfast.export.texts import Sampling, is_model_folder, open_texts
 from holdfast.show.output import print_json, say
 
 app = make_app("Sample text from a trained run.")
@@ -28,16 +28,14 @@ def generate(
     run: RunArgument,
     prompt: Annotated[str, typer.Argument(help="text to continue")],
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add at most")] = 120,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="nucleus sampling; 1: no limit")] = 0.95,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
-    step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
+    step: CheckpointStep = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="the prompt is a user's message; print the reply")
     ] = False,
-    base: Annotated[
-        Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
-    ] = None,
+    base: LoraBase = None,
     json: Json = False,
 ) -> None:
     """Continue a prompt with the newest intact checkpoint of a run, until the text ends.
@@ -52,23 +50,17 @@ def generate(
       holdfast generate exported-model "import os"
     """
     how = Sampling(tokens, temperature, top_p, seed)
-    about: dict[str, int | str]
-    if (run / CONFIG).is_file() and not (run / RESOLVED_FILE).exists():
+    if is_model_folder(run):
         refuse_beside("the folder of a model", {"--step": step is not None, "--base": base})
-        about, settings, source = {"folder": str(run)}, run, f"weights of {run}"
-        added = folder_continuation(run, prompt, how, chat)
+    opened = open_texts(run, step, base, say)
+    if chat:
+        added = opened.texts.reply([{"role": "user", "content": prompt}], how)
     else:
-        found = with_base(open_run(run), base)
-        checkpoint, texts = with_checkpoint(
-            found, step, lambda chosen: continuations(found, chosen, [prompt], how, chat), say
-        )
-        added = texts[0]
-        about, settings = {"step": checkpoint.step}, settings_folder(found)
-        source = f"checkpoint of step {checkpoint.step}"
-    if unread := describe_unread_settings(settings):
+        added = opened.texts.continue_text(prompt, how)
+    if unread := describe_unread_settings(opened.settings):
         say(unread)
     if json:
-        print_json({**about, "prompt": prompt, "text": added})
+        print_json({**opened.about, "prompt": prompt, "text": added})
     else:
-        say(f"({source})")
+        say(f"({opened.source})")
         print(added if chat else prompt + added, flush=True)

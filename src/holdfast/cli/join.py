@@ -148,8 +148,9 @@ def _with_data(
         loaded = loaded.validated()
         refuse_other_run(stored["config"], loaded.config, str(folder))
     loaded = loaded.with_values(joining_weights(loaded, store_of_run(folder))).validated()
-    if loaded.config.task.has_own_data:
-        return loaded, loaded.config.task.data
+    if loaded.config.has_own_data:
+        rollout = loaded.config.rollout
+        return loaded, rollout.version if rollout.is_on else loaded.config.task.data
     if bucket_of_run(folder):  # no disk is shared, so this node may have to prepare its own
         prepared = prepare_and_check_dataset(loaded, SCREEN, wait=True)
         return loaded, dataset_version_in(folder, prepared)

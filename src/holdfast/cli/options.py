@@ -53,6 +53,17 @@ def named_argument(name: str, text: str) -> Path:
 RunArgument = Annotated[
     Path,
     typer.Argument(
-        help="run folder or bucket, or the run file it was started with", parser=run_path
+        help="run folder or bucket, or the run file it was started with; "
+        "key=value may follow a run file",
+        parser=run_path,
     ),
+]
+
+Temperature = Annotated[float, typer.Option(help="0: always the likeliest token")]
+TopP = Annotated[float, typer.Option(help="nucleus sampling; 1: no limit")]
+CheckpointStep = Annotated[
+    int | None, typer.Option(help="step of the checkpoint; the newest if left out")
+]
+LoraBase = Annotated[
+    Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
 ]

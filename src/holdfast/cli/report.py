@@ -17,7 +17,8 @@ from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.errors import DataError, HoldfastError
 from holdfast.events import Record, StepTraced
-from holdfast.export.weights import Sampling, continuations, with_checkpoint
+from holdfast.export.texts import Sampling, continuations
+from holdfast.export.weights import with_checkpoint
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import Run, open_run, read_environment
 from holdfast.report.formatting import format_plural
@@ -210,7 +211,7 @@ def baselines_of(run: Run) -> dict[str, float] | None:
     """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
     None, with a message, if the run's dataset no longer exists."""
     config = run.config
-    if config.task.has_own_data or run.is_simulated:
+    if config.has_own_data or run.is_simulated:
         return None  # its data is no text, or it had none
     try:
         dataset = open_dataset(run.dataset_location, config.data)

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Json, RunArgument
+from holdfast.cli.dispatch import folder_with_keys, is_key
+from holdfast.cli.options import Json, named_argument
+from holdfast.cli.status_table import RunRow, print_runs, runs_json
 from holdfast.doctor.state import is_at_work
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UserError
 from holdfast.events import CheckpointCommitted
 from holdfast.launch.owners.owner import (
     JOB_FILE,
@@ -37,9 +41,19 @@ MAX_READ_LOGS = 4  # Logs of failed nodes that are read for a reason
 app = make_app("Show the nodes of a run, and how far it is.")
 
 
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="<run> ...",
+        help="run folder or bucket, or the run file it was started with; several: a table. "
+        "key=value gives keys of the run file",
+    ),
+]
+
+
 @app.command()
-def status(run: RunArgument, json: Json = False) -> int:
-    """Show the nodes of a run, and how far it is.
+def status(runs: Runs, json: Json = False) -> int:
+    """Show the nodes of a run, and how far it is; of several runs, a table.
 
     Of a run that 'holdfast launch' started here, the owner of its machines says what each node
     does. Of another run, its journal does. As it happens: holdfast watch RUN. Exit code 1 if no
@@ -48,7 +62,33 @@ def status(run: RunArgument, json: Json = False) -> int:
     \b
     Example:
       holdfast status runs/my-run
+      holdfast status runs/a runs/b
     """
+    named = [named_argument("run", word) for word in runs if not is_key(word)]
+    if keys := [word for word in runs if is_key(word)]:
+        named = [folder_with_keys(each, keys) for each in named]
+    if len(named) > 1:
+        return _show_several(named, json=json)
+    if not named:
+        raise UserError("no run is named", where="command line", remedy="name its folder or file")
+    return _show_one(named[0], json=json)
+
+
+def _show_several(arguments: list[Path], *, json: bool) -> int:
+    rows, works = [], False
+    for argument in arguments:
+        run = open_run(argument)
+        is_live = is_at_work(run.folder, HolderWatch(run.folder, say))
+        works |= is_live
+        rows.append(RunRow(argument, run, _read_progress(run, argument, None, is_live)[0]))
+    if json:
+        print_json(runs_json(rows, [_figures(row.progress) for row in rows]))
+    else:
+        print_runs(rows)
+    return 0 if works else 1
+
+
+def _show_one(run: Path, *, json: bool) -> int:
     folder = folder_with_job(run)
     job = OwnedJob.read(folder) if (folder / JOB_FILE).exists() else None
     nodes: list[NodeStatus] = []

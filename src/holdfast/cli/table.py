@@ -40,6 +40,7 @@ RUNTIME_COMMANDS = (
         watch="follow a run from another terminal",
         report="write one HTML page about a run",
         generate="sample text from a trained run",
+        chat="talk with a trained run in the terminal",
         export="write a folder that transformers or DCP loads",
     ),
     *commands_of(
@@ -65,6 +66,7 @@ RUNTIME_COMMANDS = (
         "Machines",
         launch="start a run on machines of Slurm, Ray, Kubernetes or a host file",
         join="take part in a run on several machines",
+        actor="generate completions for a run that is at work elsewhere",
         down="give the machines of a launched run back",
         notice="tell a run that machines are about to go",
         stage="keep other machines' snapshots in this machine's memory",

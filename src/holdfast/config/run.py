@@ -140,6 +140,11 @@ class RunConfig(Section):
         """Those of a run that generates its data."""
         rollout = self.rollout
         if not rollout.is_on:
+            if self.objective.kind in ("grpo", "rloo", "ppo"):
+                yield (
+                    f"objective.kind {self.objective.kind} learns from completions of prompts: use "
+                    "rollout.prompts and rollout.rewards"
+                )
             return
         if self.task.name:
             yield (
@@ -163,6 +168,16 @@ class RunConfig(Section):
             yield (
                 f"rollout.max_tokens {rollout.max_tokens} leaves no room for a prompt in "
                 f"data.sequence_length {self.data.sequence_length}: use fewer"
+            )
+        if self.objective.kind not in ("grpo", "rloo", "ppo"):
+            yield (
+                f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
+                f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
+            )
+        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+            yield (
+                f"rollout.temperature {rollout.temperature:g} divides logits that "
+                "model.logit_softcap has capped, and training does not: use rollout.temperature 1"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"

@@ -238,7 +238,7 @@ def _config_checks(
     if not finished:
         topology = record.topology if record is not None else None
         checks += _memory_checks(run.config, topology, found.answers, lives)
-    if run.config.task.has_own_data:
+    if run.config.has_own_data:
         return checks  # its data is a part of its source
     return [*checks, check_dataset(run, finished)]
 

@@ -20,8 +20,8 @@ from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.errors import ConfigError
 from holdfast.export.weights import (
     dataset_tokens,
+    folder_decoder,
     load_decoder,
-    load_folder,
     settings_folder,
     with_checkpoint,
 )
@@ -152,7 +152,7 @@ def _sparsity(request: PruneRequest) -> Sparsity:
 def _open_source(path: Path, say: Callable[[str], None]) -> _Source:
     """Raises UserError."""
     if (path / CONFIG).is_file() and not (path / RESOLVED_FILE).exists():
-        decoder, tokenizer = load_folder(path), path / "tokenizer.json"
+        decoder, tokenizer = folder_decoder(path), path / "tokenizer.json"
         known = tokenizer if tokenizer.is_file() else None
         return _Source(decoder.config, decoder, known, None, path, None)
     run = open_run(path)

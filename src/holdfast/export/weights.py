@@ -6,8 +6,7 @@ import torch inside its functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,14 +15,9 @@ from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.read_ahead import ReadAhead
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.verify import find_newest_verified, verify
-from holdfast.config.huggingface.folder import end_ids
-from holdfast.config.loading.model_from import TRANSFORMERS_TASK, TRANSFORMERS_TASKS
-from holdfast.config.sections.data import DataConfig
-from holdfast.config.sections.task import refuse_task
+from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.run_table import run_parameters
-from holdfast.data.read.chat_format import read_chat_format
-from holdfast.data.read.chat_render import ChatTemplate
 from holdfast.data.read.chat_templates import TEMPLATE_FILE
 from holdfast.data.read.vocabulary import (
     Vocabulary,
@@ -31,11 +25,9 @@ from holdfast.data.read.vocabulary import (
     find_begin,
     load_tokenizer,
     read_neighbours,
-    stop_tokens,
-    tokenizer_file,
 )
 from holdfast.data.stream.dataset import exists, read_manifest
-from holdfast.errors import CheckpointError, ConfigError, DataError, HoldfastError
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 from holdfast.launch.run.runs import IMPORTED_FOLDER, Run
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -43,7 +35,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from holdfast.model.decoder import Decoder
-    from holdfast.model.generate import OpenSession
 
 Used = TypeVar("Used")
 MAX_READ_ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
@@ -183,6 +174,21 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     return model.eval()
 
 
+def folder_decoder(folder: Path) -> Decoder:
+    """The decoder on the CPU in float32, with the weights of a folder in Hugging Face form."""
+    import torch
+
+    from holdfast.model.decoder import Decoder
+    from holdfast.model.huggingface import import_folder
+
+    config, tensors = import_folder(folder)
+    with torch.device("meta"):
+        model = Decoder(config)
+    state = {name: value.float() for name, value in tensors.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.eval()
+
+
 def dataset_tokens(folder: Path, tokenizer: Tokenizer) -> Vocabulary:
     """The tokens around each document, as the dataset in `folder` has them. If its manifest is
     lost, as its tokenizer has them."""
@@ -263,138 +269,3 @@ def settings_folder(run: Run) -> Path:
     kept = run.folder / IMPORTED_FOLDER  # a run in a bucket has it on its first node
     named = run.config.lora.base or ("" if kept.is_dir() else run.config.model.weights)
     return Path(named) if named else kept
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of sampling: at most `tokens`, fewer if the model ends its document."""
-
-    tokens: int = 120
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
-
-
-def _is_causal_lm(run: Run) -> bool:
-    return run.config.task.name == TRANSFORMERS_TASK
-
-
-def _open_model(run: Run, checkpoint: Checkpoint) -> Decoder | OpenSession:
-    """What `generate` continues a text with."""
-    if not _is_causal_lm(run):
-        return load_decoder(run, checkpoint)
-    from holdfast.export.adapters import run_weights
-    from holdfast.tasks.transformers.huggingface_export import open_causal_lm
-
-    weights = run_weights(run, checkpoint)
-    return open_causal_lm(run.config.task, weights.names, weights.whole)
-
-
-def _as_chat(folder: Path, prompt: str) -> str:
-    """A prompt as a user's message, up to where the reply begins."""
-    known = read_manifest(folder).get("chat")
-    if known is None:
-        raise DataError(
-            "the run was not trained on chat data with a template",
-            where=str(folder),
-            remedy="leave out --chat",
-        )
-    template = ChatTemplate((folder / TEMPLATE_FILE).read_text("utf-8"), known["variables"])
-    return _as_message(template, prompt)
-
-
-def _as_message(template: ChatTemplate, prompt: str) -> str:
-    messages = [{"role": "user", "content": prompt}]
-    return template.render(messages, "the prompt", begins_reply=True).text
-
-
-def continuations(
-    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling, chat: bool = False
-) -> list[str]:
-    """Return the model's text after each prompt, up to the end of the document. chat: a prompt is
-    a user's message, and the text is the reply."""
-    if not _is_causal_lm(run):
-        refuse_task(run.config.task, "generating text")
-    path = run.dataset_files / "tokenizer.json"
-    if not path.is_file():
-        raise DataError(
-            "the run's tokenizer is not there",
-            where=str(path),
-            remedy="remove the folder if it is there, and prepare the dataset again: "
-            "holdfast data prepare RUN.yaml",
-        )
-    tokenizer = load_tokenizer(path)
-    special = dataset_tokens(run.dataset_files, tokenizer)
-    stop, begin = {special.end_id} | end_ids(settings_folder(run)), special.begin_id
-    if chat:
-        prompts = [_as_chat(run.dataset_files, prompt) for prompt in prompts]
-        tokenizer.encode_special_tokens, begin = False, None  # the template writes special tokens
-    return _continue(_open_model(run, checkpoint), tokenizer, begin, stop, prompts, how)
-
-
-def folder_continuation(folder: Path, prompt: str, how: Sampling, chat: bool) -> str:
-    """Return the text of a model in Hugging Face form after a prompt, as `continuations`."""
-    path = tokenizer_file(folder)
-    tokenizer = load_tokenizer(path)
-    begin = describe_tokenizer(tokenizer, path).begin_id
-    if chat:
-        rows = {"kind": "jsonl", "path": "rows", "rows": "messages"}
-        settings = {"tokenizer": {"path": str(path)}, "sources": [rows], "attention": "document"}
-        form = read_chat_format(DataConfig.model_validate(settings))
-        assert form is not None, "the rows are messages"
-        prompt = _as_message(ChatTemplate(form.template, dict(form.variables)), prompt)
-        tokenizer.encode_special_tokens, begin = False, None
-    stop = stop_tokens(tokenizer, path).values()
-    return _continue(load_folder(folder), tokenizer, begin, stop, [prompt], how)[0]
-
-
-def load_folder(folder: Path) -> Decoder:
-    """The decoder of a folder in Hugging Face form, on the CPU, in float32."""
-    import torch
-
-    from holdfast.model.decoder import Decoder
-    from holdfast.model.huggingface import import_folder
-
-    config, tensors = import_folder(folder)
-    with torch.device("meta"):
-        model = Decoder(config)
-    state = {name: value.float() for name, value in tensors.items()}
-    model.load_state_dict(state, strict=True, assign=True)
-    return model.eval()
-
-
-def _continue(
-    model: Decoder | OpenSession,
-    tokenizer: Tokenizer,
-    begin: int | None,
-    stop: Collection[int],
-    prompts: Sequence[str],
-    how: Sampling,
-) -> list[str]:
-    """begin: the token before each prompt; None for none."""
-    import torch
-
-    from holdfast.model.generate import generate
-
-    texts = []
-    for prompt in prompts:
-        if any(0xD800 <= ord(c) < 0xE000 for c in prompt):  # how Python carries other bytes
-            raise DataError(
-                "the prompt is not UTF-8 text",
-                where=repr(prompt),
-                remedy="give it in the terminal's encoding, UTF-8",
-            )
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        ids = ids if begin is None else [begin, *ids]
-        found = generate(
-            model,
-            torch.tensor([ids], dtype=torch.long).reshape(1, -1),
-            how.tokens,
-            temperature=how.temperature,
-            top_p=how.top_p,
-            seed=how.seed,
-            stop=stop,
-        )
-        added = [token for token in found[0, len(ids) :].tolist() if token not in stop]
-        texts.append(tokenizer.decode(added, skip_special_tokens=False))
-    return texts

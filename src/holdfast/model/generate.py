@@ -8,9 +8,9 @@ generator keyed by (seed, "generate", n), so that the same call gives the same t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -126,6 +126,26 @@ def generate(
         if bool(ended.all()):
             break
     return torch.cat(text, dim=1)
+
+
+def continue_tokens(
+    model: Decoder | OpenSession,
+    tokens: Sequence[int],
+    new_tokens: int,
+    *,
+    on_token: Callable[[int], None] | None = None,
+    **how: Any,
+) -> list[int]:
+    """Continue one text as `generate` does, and return the tokens that it adds."""
+
+    def take(drawn: Tensor) -> None:
+        if on_token is not None:
+            on_token(int(drawn))
+
+    text = torch.tensor([tokens], dtype=torch.long).reshape(1, -1)
+    found = generate(model, text, new_tokens, on_token=take, **how)
+    added: list[int] = found[0, len(tokens) :].tolist()
+    return added
 
 
 def refuse_sampling(temperature: float, top_p: float) -> None:

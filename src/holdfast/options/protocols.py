@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from holdfast.config.run import RunConfig
     from holdfast.config.sections.degrees import ModuleCuts
@@ -137,3 +137,4 @@ class Apply:
     optimizer: MakeOptimizer | None = None
     executor: WrapExecutor | None = None
     engine: Callable[[RunConfig, StepEngine], None] | None = None  # changes the complete engine
+    units: Callable[[RunConfig, Sequence[nn.Module]], None] | None = None  # changes their layers

@@ -21,6 +21,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zero2_reduce": ("keys", "cost"),  # its effect is that of another stage of ZeRO
         "quantized": ("keys", "cost", "apply"),
         "short_state": ("keys", "apply"),
+        "keep_zeros": ("keys", "apply"),
+        "qat": ("keys", "apply"),
     }
 )
 """The files of each folder, in the order in which refusals are looked for."""
@@ -46,8 +48,18 @@ def hooks(section: str, values: Any, get: Callable[[Apply], Hook | None]) -> lis
 
 def effect_modules(config: RunConfig) -> list[str]:
     """Return the modules that the workers of a run load for its options."""
-    sections = {"layout": config.layout, "train.optimizer": config.train.optimizer}
-    return [f"holdfast.options.{name}.apply" for name in _used(sections)]
+    return [f"holdfast.options.{name}.apply" for name in _used(_sections(config))]
+
+
+def run_hooks(config: RunConfig, get: Callable[[Apply], Hook | None]) -> list[Hook]:
+    """Load the effects of all options that a run asks for. Return the hooks that they have."""
+    effects: list[Apply] = [_load(name, "apply", "APPLY") for name in _used(_sections(config))]
+    return [hook for effect in effects if (hook := get(effect)) is not None]
+
+
+def _sections(config: RunConfig) -> dict[str, Any]:
+    train = config.train
+    return {"layout": config.layout, "train": train, "train.optimizer": train.optimizer}
 
 
 def unmodelled_option(config: RunConfig) -> str:

@@ -35,10 +35,6 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
     user, source = load_user_parts(config), open_source(config)
     if task is not None:
         return OwnTask(task, config, user)
-    if config.rollout.is_on:
-        from holdfast.rollout.roles.task import RolloutTask
-
-        return RolloutTask(config, user)
     if not config.lora.rank:
         return DecoderTask(config, user, source)
     from holdfast.training.engine.lora_task import (
@@ -50,6 +46,10 @@ def open_task(config: RunConfig, device: torch.device | str = "cpu") -> EngineTa
 
 def open_source(config: RunConfig) -> OpenBatches | None:
     """Return what opens the decoder's batches; None: its token dataset has them."""
+    if config.rollout.is_on:
+        from holdfast.rollout.roles.batches import RolloutBatches
+
+        return lambda dataset: RolloutBatches(config)
     return None
 
 

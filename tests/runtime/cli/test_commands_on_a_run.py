@@ -13,7 +13,8 @@ import pytest
 from holdfast.cli.report import follow_run
 from holdfast.config.loading.load import load_config
 from holdfast.errors import ConfigError
-from holdfast.export.weights import Sampling, choose_checkpoint, continuations
+from holdfast.export.texts import Sampling, continuations
+from holdfast.export.weights import choose_checkpoint
 from holdfast.launch.node.devices import describe_devices
 from holdfast.launch.run.runs import open_run
 from holdfast.launch.start.facts import Facts
@@ -202,6 +203,36 @@ def test_audit_checkpoints_and_data_are_in_order(trained: Trained) -> None:
 def test_a_run_is_found_by_its_run_file(trained: Trained) -> None:
     by_file = within("checkpoint", "list", trained.run_file)
     assert by_file.out == within("checkpoint", "list", trained.folder).out
+
+
+def test_keys_of_the_run_file_may_follow_it(trained: Trained, copy: Trained) -> None:
+    other = f"folder={copy.folder}"
+    listed = within("checkpoint", "list", trained.run_file, other).succeeds()
+    assert listed.out == within("checkpoint", "list", copy.folder).succeeds().out
+    assert (
+        within("report", trained.run_file, other).succeeds().err.startswith(f"wrote {copy.folder}")
+    )
+    within("report", trained.run_file, "folder").refuses("'folder' is no key=value of a run file")
+    within("report", trained.folder, other).refuses(f"{trained.folder} is none")
+    several = within("report", trained.folder, str(copy.folder))
+    several.refuses(f"holdfast status {trained.folder} {copy.folder}")
+
+
+def test_several_runs_have_a_table_with_the_keys_that_differ(copy: Trained) -> None:
+    path = copy.folder / "resolved.json"
+    value = json.loads(path.read_text())
+    twin = Path(shutil.copytree(copy.folder, copy.root / "twin"))
+    value["config"]["seed"] = 77
+    (twin / "resolved.json").write_text(json.dumps(value))
+    found = within("status", copy.folder, twin)
+    head, *rows = found.out.splitlines()
+    assert found.code == 1, "none is at work"
+    assert head.split() == ["run", "state", "step", "loss", "validation", "speed", "seed"]
+    assert [row.split()[0] for row in rows] == [str(copy.folder), str(twin)]
+    assert all("finished  6 of 6" in row for row in rows)
+    assert rows[1].endswith(" 77")
+    told = json.loads(within("status", copy.folder, twin, "--json").out)
+    assert told[1]["keys"] == {"seed": 77}
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

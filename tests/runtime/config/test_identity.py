@@ -123,8 +123,8 @@ def test_a_longer_schedule_names_both_ways_to_a_longer_run() -> None:
     with pytest.raises(RunFolderError) as caught:
         refuse_other_run(stored, config("train.steps=2000"), "runs/x", branch)
     said = str(caught.value)
-    assert "train.schedule.steps was 1000 and is now 2000, as train.steps is" in said
-    assert "keep it with train.schedule.steps=1000" in said
+    assert "train.schedule.steps was 1000 and would be 2000" in said
+    assert "keep them with train.schedule.steps=1000" in said
     assert said.endswith(branch)
     kept = config("train.steps=2000", "train.schedule.steps=1000")
     refuse_other_run(stored, kept, "runs/x")

@@ -307,12 +307,16 @@ def test_passes_over_each_source(tmp_path: Path) -> None:
     assert "50 steps of 16 tokens a sample: 400 samples; over the data: a " in line
     sizes = [-(-(s.tokens - 1) // 16) for s in dataset.streams("train")]
     assert f"a {300 / sizes[0]:.2f} passes, b {100 / sizes[1]:.2f} passes" in line
+    steps = 31 * sum(sizes) // 8
+    _, warning, *_ = describe_use(dataset, config, train_config(batch_size=8, steps=steps))
+    has = dataset.counts("train")["tokens"]
+    assert f"{has:,} tokens, and the run trains on {steps * 8 * 16:,}: it repeats" in warning
 
 
 def test_an_empty_validation_set_is_said_with_its_cause(tmp_path: Path) -> None:
     one = text_folder(tmp_path / "one", files=1, words=200)
     config = data_config(tmp_path / "set", text_source(one))
-    passes, said = describe_use(make(config), config, train_config())
+    passes, said = describe_use(make(config), config, train_config(steps=10))
     assert "over the data" in passes
     assert "the validation set is empty (the dataset is one document" in said
     assert "train.evaluate.every 100 never comes" in said
@@ -320,10 +324,10 @@ def test_an_empty_validation_set_is_said_with_its_cause(tmp_path: Path) -> None:
 
     two = text_folder(tmp_path / "two", files=4, words=60)
     config = data_config(tmp_path / "none", text_source(two), validation_fraction=0.0)
-    _, said = describe_use(make(config), config, train_config(evaluate={"every": 7}))
+    _, said = describe_use(make(config), config, train_config(steps=10, evaluate={"every": 7}))
     assert "(data.validation_fraction is 0)" in said
     assert "train.evaluate.every 7 never comes" in said
-    for none_is_wanted in (train_config(evaluate={"every": 0}), train_config()):
+    for none_is_wanted in (train_config(steps=10, evaluate={"every": 0}), train_config(steps=10)):
         assert len(describe_use(make(config), config, none_is_wanted)) == 1
 
 
@@ -335,7 +339,7 @@ def test_a_source_with_most_of_the_training_and_no_validation_is_named(tmp_path:
         config = data_config(
             tmp_path / "set", text_source(big, "big", weight=weight), text_source(small, "small")
         )
-        return describe_use(make(config), config, train_config())
+        return describe_use(make(config), config, train_config(steps=10))
 
     _, said = lines(4.0)
     assert "source 'big' makes 80% of the training. The validation set has nothing of it" in said

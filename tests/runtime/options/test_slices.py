@@ -17,6 +17,8 @@ NAMES = {
     "async_tp": r"\basync_tp\b",
     "asynchronous": r"pipemare|pipedream|weight_versions|options\.asynchronous|\"asynchronous\"",
     "expert_copies": r"expert_copies|expert_replicas",
+    "keep_zeros": r"\bkeep_zeros\b",
+    "qat": r"\bqat\b",
     "quantized": r"\bquantized\b",
     "short_state": r"\bstate_dtype\b|short_state|eight_bit",
     "tp_by": r"\btp_by\b",

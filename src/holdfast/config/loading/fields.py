@@ -111,7 +111,8 @@ def siblings(path: Sequence[str | int], root: type[BaseModel] = RunConfig) -> li
         return list(root.model_fields)
     holder = field_at(parent, root)
     section = section_of(holder.annotation) if holder is not None else None
-    return list(section.model_fields) if section is not None else []
+    read_before = ["from"] if parent in (["model"], ["lora"]) else []  # of a folder, see model_from
+    return read_before + list(section.model_fields) if section is not None else []
 
 
 def all_keys(

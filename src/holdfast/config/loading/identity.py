@@ -72,7 +72,7 @@ LATER_KEYS = frozenset(
             *("newton_schulz_steps", "slots", "smallest_scale", "source"),
             "state_dtype",
         ),
-        "train.schedule": ("source",),
+        "train.schedule": ("args", "source"),
     }.items()
     for name in names
 )
@@ -81,7 +81,12 @@ SOURCE_KEYS = {
     "train.schedule.source": "train.schedule.kind",
 }
 """Digest -> the key that names what it is of."""
-OPEN_SECTIONS = ("data.chat.template_kwargs.", "task.args.", "train.optimizer.args.")
+OPEN_SECTIONS = (
+    "data.chat.template_kwargs.",
+    "task.args.",
+    "train.optimizer.args.",
+    "train.schedule.args.",
+)
 """Their keys are the user's own: one that is missing has no default."""
 
 EXPERTS = "model.experts."
@@ -231,7 +236,7 @@ def refuse_other_run(
     that computes something else. The caller compares the datasets' versions.
 
     branch_command: begins a run with the changed keys from a checkpoint of this one; "" if there is
-    no checkpoint. rates: what it does to the learning rate.
+    no checkpoint. rates: what it does to the learning rate, in parentheses.
     """
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
     if not found:
@@ -258,13 +263,16 @@ def refuse_other_run(
     if never:
         fits = f"; no checkpoint of the run fits another {never[0]}"
     elif branch_command:
-        keep = ""
         if [d.key for d in found] == [SCHEDULE_STEPS]:
-            keep = f"keep it with {SCHEDULE_STEPS}={found[0].there} (the rate stays as it is), "
-            fits = f"; {rates}" if rates else ""
+            there, here = found[0].there, found[0].here
+            raise RunFolderError(
+                f"{SCHEDULE_STEPS} was {there} and would be {here}, which changes the rates",
+                where=folder,
+                remedy=f"keep them with {SCHEDULE_STEPS}={there}, or branch{rates}: "
+                f"{branch_command}",
+            )
         remedy = (
-            f"{keep}put the values back, {START_OVER}, or continue in a run of its own: "
-            f"{branch_command}"
+            f"put the values back, {START_OVER}, or continue in a run of its own: {branch_command}"
         )
     raise RunFolderError(
         f"this run folder belongs to another configuration ({named}){fits}",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.sections.base import Branch, InPlace, Section
 from holdfast.config.sections.memory import DEVICE, MOVABLE, MemoryConfig
@@ -20,6 +20,8 @@ from holdfast.config.sections.recompute import (
     word_of_stage,
 )
 from holdfast.errors import nearest_of
+from holdfast.options.keep_zeros.keys import KeepZeros
+from holdfast.options.qat.keys import Qat
 from holdfast.options.registry import option_keys
 
 MAX_MICROBATCHES = 2**20
@@ -41,6 +43,8 @@ class ScheduleConfig(Section):
     decay_steps: int = Field(0, ge=0)
     """wsd: steps of the decay; 0: a fifth of the schedule"""
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
+    args: Branch[dict[str, Any]] = Field(default_factory=dict)
+    """a function: its other keyword arguments"""
     source: Branch[str] = Field("", description="digest of a function's source files (planned)")
 
     @field_validator("kind")
@@ -52,6 +56,12 @@ class ScheduleConfig(Section):
             f"{kind!r} is none of {', '.join(SCHEDULES)}, nor module:function: use "
             f"{nearest_of(kind, SCHEDULES) or SCHEDULES[0]}"
         )
+
+    @model_validator(mode="after")
+    def _has_args_of_its_own(self) -> ScheduleConfig:
+        if self.args and not self.is_function:
+            raise ValueError(f"schedule.args is for a function, and kind is {self.kind}: remove it")
+        return self
 
     @property
     def is_function(self) -> bool:
@@ -97,6 +107,8 @@ class TrainConfig(Section):
     partition_activations: InPlace[bool] = False
     """with recompute and tp: a rank keeps a part of each block's input, and the backward pass
     gathers it. With layout.sequence_parallel it has a part anyway"""
+    keep_zeros: Branch[KeepZeros] = False
+    qat: Branch[Qat] = "none"
     deterministic: Branch[bool] = True
     """on an accelerator, only kernels that give the same bits each time"""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -34,6 +34,7 @@ class LedgerEntry:
     hash: str = ""
     skip_reason: str = ""
     is_stand_in: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()  # `core.data.group_order.GroupFate` of its groups
 
     @property
     def range(self) -> Range:
@@ -52,6 +53,7 @@ class LedgerEntry:
             str(value.get("hash", "")),
             str(value.get("skipped", "")),
             bool(value.get(STAND_IN_KEY, False)),
+            tuple(tuple(int(n) for n in group) for group in value.get("groups", ())),
         )
 
 

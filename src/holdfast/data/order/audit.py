@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.data import data_ledger, lineage
 from holdfast.core.data.data_ledger import LedgerEntry
+from holdfast.core.data.group_order import GroupAudit
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.events import (
     BatchFed,
@@ -81,6 +82,7 @@ class AuditResult:
     retold: int = 0  # samples whose entry stands in for that of a worker that was lost
     superseded: int = 0  # ledger records of work that was lost and done again
     unreadable: int = 0  # lines of the journal that cannot be read
+    groups: GroupAudit | None = None  # of a run that generates its data
     problems: list[AuditProblem] = field(default_factory=list)
     epochs: list[EpochUse] = field(default_factory=list)
 
@@ -105,9 +107,18 @@ class AuditResult:
         number = self.last_step - self.first_step + 1
         return (
             f"{self.samples:,} samples in {number:,} steps{where}: none missing, none twice"
-            f"{left_out}, each fed as the dataset and the seed say"
+            f"{left_out}, {self._describe_source()}"
             f"{f'; {self.retold:,} by entries made for lost workers' if self.retold else ''}"
             f"{self._describe_import()}"
+        )
+
+    def _describe_source(self) -> str:
+        if self.groups is None:
+            return "each fed as the dataset and the seed say"
+        found = self.groups
+        return (
+            f"each completion of the policy and the prompt that the step has: {found.trained:,} "
+            f"trained, {found.filtered:,} filtered"
         )
 
     def _describe_import(self) -> str:
@@ -136,7 +147,10 @@ class AuditedBatches(Protocol):
 
     @property
     def dataset(self) -> AuditedData: ...
-    def hash_of(self, start: int, stop: int) -> str: ...
+    def hash_of(self, start: int, stop: int) -> str:
+        """The hash that feeding positions [start, stop) must give; "" if only the run makes it."""
+        ...
+
     def blank_hash(self, samples: int) -> str: ...
 
 
@@ -155,6 +169,7 @@ def audit_records(
         last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
     result = AuditResult(last_step, parent.step + 1 if parent else imported + 1)
     result.imported_step = imported
+    result.groups = getattr(batches, "group_audit", None)
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
     result.problems += _dataset_problems(effective, batches.dataset)
     steps: dict[int, list[LedgerEntry]] = {}
@@ -281,7 +296,12 @@ def _audit_tokens(
     if entry.microbatch != where:
         text = f"{label}: the ledger calls its positions microbatch {entry.microbatch}"
         result.problems.append(AuditProblem("wrong", entry.step, where, text))
-    if entry.hash == batches.hash_of(entry.start, entry.stop):
+    if result.groups is not None and not entry.is_stand_in:
+        place = entry.step, entry.start, entry.stop
+        for problem in result.groups.find_problems(*place, entry.groups):
+            text = f"{label}: {problem}"
+            result.problems.append(AuditProblem("wrong", entry.step, where, text))
+    if batches.hash_of(entry.start, entry.stop) in ("", entry.hash):
         return
     owner = _find_real_range(entry, batches)
     if owner is None:

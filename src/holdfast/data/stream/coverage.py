@@ -13,6 +13,11 @@ from holdfast.data.stream.node_cache import total_bytes
 
 MOST = 0.5
 """A source with this share of the samples, or a larger one, makes most of the training."""
+MANY_PASSES = 30
+"""Passes over the data from which a run repeats it instead of learning from it. Published runs on
+repeated text gain next to nothing after 16."""
+FEW_PASSES = 4
+"""Passes that a remedy names: they teach nearly as much as new text does."""
 
 
 def describe_use(
@@ -22,6 +27,7 @@ def describe_use(
     batches = Batches(dataset, data, train, seed)
     return [
         _describe_passes(batches, train.steps),
+        *_too_many_passes(batches, train),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
         *_describe_cache(dataset),
@@ -76,6 +82,19 @@ def _describe_passes(batches: Batches, steps: int) -> str:
         return f"{what}, {passes_text(passes[0])} over the data ({order.sizes[0]:,} samples)"
     each = ", ".join(f"{name} {passes_text(n)}" for name, n in zip(names, passes, strict=True))
     return f"{what}; over the data: {each}"
+
+
+def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:
+    """A warning for a run of which nearly all tokens are repetitions."""
+    order, last = batches.order, batches.schedule.position(train.steps + 1)
+    if train.epochs or last < MANY_PASSES * sum(order.sizes):
+        return
+    has = batches.dataset.counts("train")["tokens"]
+    fewer = max(1, train.steps * FEW_PASSES * sum(order.sizes) // last)
+    yield (
+        f"the dataset has {has:,} tokens, and the run trains on {last * batches.sequence_length:,}"
+        f": it repeats them; add text, or use train.steps={fewer}"
+    )
 
 
 def passes_text(passes: float) -> str:

@@ -72,7 +72,12 @@ class AgentParts:
             context, records.progress, say, lambda: self.run_folder_monitor.require_folder()
         )
         self.roles = RoleSupervisor(
-            context, address, self.processes.lifeline_fd, self._find_leader, say
+            context,
+            address,
+            self.processes.lifeline_fd,
+            self._find_leader,
+            say,
+            records.progress.emit_once_begun,
         )
         self.run_folder_monitor = RunFolderMonitor(
             RunFolder(context.store),

@@ -21,6 +21,7 @@ from typing import TypeVar
 from holdfast.elastic.event_log import Say
 from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.run_context import RunContext
+from holdfast.events import RoleExited
 from holdfast.machine.limits import usable_cores
 from holdfast.rollout.roles.devices import actor_devices
 from holdfast.rollout.roles.messages import (
@@ -38,20 +39,19 @@ from holdfast.rollout.roles.messages import (
     WeightsPiece,
 )
 from holdfast.rollout.roles.queue import RolloutQueue
-from holdfast.rollout.roles.spec import HostSpec
+from holdfast.rollout.roles.spec import HOST_MODULE, HostSpec
 from holdfast.rollout.roles.weight_files import node_folder, read_piece, remove_leftovers
 from holdfast.wire.child_command import module_command
 from holdfast.wire.http.server import Handler
 
 logger = logging.getLogger(__name__)
 
-HOST_MODULE = "holdfast.rollout.roles.host"
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Seconds before a host that exited is started again: at first, and at most."""
 _REFUSED = 2  # exit code of a host that the user must help
 _UNKNOWN = "?"
 
-Reply = TypeVar("Reply", TrainerReply, RoleOrders)
+Reply = TypeVar("Reply", TrainerReply, RoleOrders, Done)
 Request = TypeVar("Request")
 
 
@@ -65,6 +65,7 @@ class RoleSupervisor:
         lifeline: int,
         find_leader: Callable[[], str],
         say: Say,
+        emit: Callable[[RoleExited], None],
     ) -> None:
         """Make a supervisor without processes.
 
@@ -73,13 +74,18 @@ class RoleSupervisor:
             lifeline: the read end of the agent's lifeline.
             find_leader: returns the coordinator's address; "" if this agent leads, "?" if no
                 agent is known to.
+            emit: writes an event into the journal.
         """
         self._context, self._address, self._lifeline = context, address, lifeline
         self._find_leader, self._say = find_leader, say
         self._is_on = context.config.rollout.is_on
         self.folder = node_folder(context.folder, context.node, os.getpid())
         """Of the policies that this node's trainers publish."""
-        self.queue = RolloutQueue(say, lambda: asyncio.get_running_loop().time())
+        self.queue = RolloutQueue(
+            say,
+            lambda: asyncio.get_running_loop().time(),
+            lambda lost: emit(RoleExited(lost.name, lost.node, lost.exit_code)),
+        )
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -90,7 +96,7 @@ class RoleSupervisor:
         return {
             ASK_PATH: handler_of(TrainerAsk.from_json, self._led(TrainerReply(), self.queue.ask)),
             WORK_PATH: handler_of(RoleReport.from_json, self._led(RoleOrders(), self.queue.work)),
-            LOST_PATH: handler_of(RoleLost.from_json, self._lose),
+            LOST_PATH: handler_of(RoleLost.from_json, self._led(Done(), self.queue.lose)),
             WEIGHTS_PATH: handler_of(WeightsAsk.from_json, self._read_weights),
         }
 
@@ -119,9 +125,6 @@ class RoleSupervisor:
             return replace(moved, moved=leader) if leader else await answer(generation, request)
 
         return handle
-
-    async def _lose(self, generation: int, lost: RoleLost) -> Done:
-        return await self.queue.lose(generation, lost)
 
     async def _read_weights(self, _: int, asked: WeightsAsk) -> WeightsPiece:
         return await asyncio.to_thread(read_piece, self.folder, asked)

@@ -57,6 +57,9 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
     if reason := _why_no_plan(loaded, facts.several):
         workers = format_plural(loaded.config.layout.workers, "worker")
         line = f"layout.mode auto: {reason}; it has {workers}"
+        if not facts.several and loaded.origins["layout.workers"].kind == "planned":
+            place = loaded.origins["layout.workers"].place
+            line += f" ({place}; layout.workers=N gives another number)"
         if loaded.origins[KEY].kind == "default":
             usual: int = TrainConfig.model_fields["microbatch_size"].default
             values[KEY] = (stored_microbatch_size(facts) or usual, "what is usual")
@@ -73,6 +76,7 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
     reason = f"{plan.machines.name}: the best of {tried}, {plan.result.source}"
     planned, found = with_plan(loaded, plan, reason)
     values |= {key: (value, reason) for key, value in free_values(loaded, found.choice).items()}
+    _refuse_absent_machines(loaded, planned.config.layout.workers, facts)
     loaded = planned
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
@@ -97,7 +101,7 @@ def _why_no_plan(loaded: LoadedConfig, several: bool) -> str:
             "begin; its agents choose one whenever nodes come or leave"
         )
     if key := why_not_searched(config):
-        return f"the search does not know {key}, so the simple planner fills the machine"
+        return f"the search does not know {key}, so the simple planner lays it out"
     return ""
 
 
@@ -111,6 +115,23 @@ def _price_of_given(config: RunConfig, hardware: HardwareInfo) -> AutoLayout:
     cost = Evaluator(problem).cost(choice)
     figures = figures_of(problem, choice, cost, model_flops(config))
     return AutoLayout(tuple(_figures_in_words(config, figures)), figures.usd_of(config.train.steps))
+
+
+def _refuse_absent_machines(loaded: LoadedConfig, workers: int, facts: Facts) -> None:
+    """Raises ConfigError for a run on this machine whose layout is planned for larger ones."""
+    cluster, hardware = loaded.config.plan.cluster, facts.hardware
+    if facts.several or cluster in ("", HERE) or is_given(loaded, "layout.workers"):
+        return
+    kind = loaded.config.device
+    here = sum(each.kind == kind for each in hardware.accelerators) or hardware.cores
+    if workers > here:
+        raise ConfigError(
+            f"the layout for plan.cluster {cluster} has {workers} workers, and this machine "
+            f"({hardware.node}) has {format_plural(here, f'{kind} device')}",
+            where=loaded.where("plan.cluster"),
+            remedy="leave plan.cluster out to train here, or see the plan with: holdfast plan "
+            f"{loaded.name} --cluster {cluster}",
+        )
 
 
 def _source_in_words(plan: RunPlan) -> str:

@@ -180,7 +180,7 @@ def _make_folder(
         step=commit.step,
     )
     try:
-        has_own = loaded.config.task.has_own_data
+        has_own = loaded.config.has_own_data
         dataset = parent.dataset_location if has_own else loaded.config.data.folder
         try:
             write_description(part, loaded, machine, dataset, parent.dataset_version)

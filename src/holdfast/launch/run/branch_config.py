@@ -73,7 +73,7 @@ def branch_config(parent: Run, step: int, target: Path, overrides: Sequence[str]
         f"folder={yaml_word(str(target))}",
         f"branch_of={'.'.join(filter(None, (parent.config.name, run_id)))}@{step}",
     ]
-    if not parent.config.task.has_own_data:
+    if not parent.config.has_own_data:
         given.append(f"data.folder={yaml_word(resolve_place(parent.dataset_location))}")
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", target.name):
         given.append(f"name={target.name}")

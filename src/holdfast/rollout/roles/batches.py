@@ -7,18 +7,17 @@ advantages are computed of the complete group, before the rows are cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
-from holdfast.core.data.group_order import Group, GroupOrder
+from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
 from holdfast.core.data.sample_order import BatchSchedule
 from holdfast.core.data.skips import Skips
-from holdfast.data.stream.batch import MASKED_TARGET, Microbatch, fed_hash
-from holdfast.rollout.messages import ScoredCompletion
+from holdfast.data.stream.batch import MASKED_TARGET, Microbatch, ValidationSet, fed_hash
 from holdfast.rollout.roles.feed import CompletionFeed, DrawnGroup
 from holdfast.rollout.roles.texts import Texts
 
@@ -26,6 +25,13 @@ SOURCE = "prompts"
 """The name of the data in the ledger."""
 GROUPS_KEY = "groups"
 """Key of a ledger entry: [pass, prompt, policy, draws, 1 if it was filtered] of each group."""
+
+
+ROW_VALUES = (
+    *("advantages", "score", "reward", "reward_std", "frac_reward_zero_std"),
+    "completions/clipped_ratio",
+)
+"""Side tensors with one value for each completion (`training/objectives/policy.py`)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,20 @@ class RolloutBatches:
             self.feed.close()
             self.feed = None
 
+    @property
+    def group_audit(self) -> GroupAudit:
+        """Return the check of the fates of completions, at its begin."""
+        rollout = self._config.rollout
+        return GroupAudit(self.order, rollout.lag, rollout.draws)
+
+    def microbatches(self, step: int) -> int:
+        """Logical microbatches of a step."""
+        return self.schedule.size(step) // self.microbatch_size
+
+    def validation(self, samples: int) -> ValidationSet:
+        """There is none: rewards of the completions are the measure."""
+        return ValidationSet([], 0, 1.0)
+
     def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
         """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
         return self.schedule.share(self.microbatch_size, step, index, part, parts)
@@ -96,8 +116,8 @@ class RolloutBatches:
             [g.epoch, g.prompt, g.policy, g.draws, int(g.is_filtered)] for g in groups.values()
         ]
         batch = self._rows(start, stop, groups)
-        entry["hash"] = fed_hash(batch.inputs, batch.targets)
-        return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
+        entry["hash"] = fed_hash(batch.inputs, batch.targets, batch.side)
+        return replace(batch, entries=[entry])
 
     def hash_of(self, start: int, stop: int) -> str:
         """Unknown: only a policy that is gone makes the same completions again."""
@@ -132,27 +152,56 @@ class RolloutBatches:
         return groups
 
     def _rows(self, start: int, stop: int, groups: dict[Group, DrawnGroup]) -> Microbatch:
-        blank = self._blank(stop - start, [])
-        inputs, targets = blank.inputs, blank.targets
-        assert blank.documents is not None
+        """The rows of these positions, with what the objective needs of each."""
+        blank, size = self._blank(stop - start, []), self._config.rollout.samples
+        inputs, targets, documents = blank.inputs, blank.targets, blank.documents
+        assert documents is not None
+        values = {group: self.values_of(drawn) for group, drawn in groups.items()}
+        side = {name: np.zeros(inputs.shape, dtype=np.float32) for name in ("old", *ROW_VALUES)}
         _, epochs, samples = self.order.places(start, stop)
-        size = self._config.rollout.samples
         for row, (epoch, sample) in enumerate(zip(epochs.tolist(), samples.tolist(), strict=True)):
             prompt, number = divmod(sample, size)
             group = groups[epoch, prompt]
-            ids = self.texts.prompts[prompt].ids
-            scored = group.completions[number]
-            tokens = np.asarray([*ids, *scored.completion.tokens], dtype=np.int64)
+            ids, made = self.texts.prompts[prompt].ids, group.completions[number].completion
+            tokens = np.asarray([*ids, *made.tokens], dtype=np.int64)
             length = len(tokens) - 1
-            inputs[row, :length], blank.documents[row, :length] = tokens[:-1], 0
-            if not group.is_filtered and self._counts(group, scored):
-                targets[row, len(ids) - 1 : length] = tokens[len(ids) :]
+            inputs[row, :length], documents[row, :length] = tokens[:-1], 0
+            if group.is_filtered:
+                continue
+            reply = slice(len(ids) - 1, length)
+            targets[row, reply], side["old"][row, reply] = made.tokens, made.logps
+            for name in ROW_VALUES:
+                side[name][row, reply] = values[epoch, prompt][name][number]
         weight = int((targets != MASKED_TARGET).sum())
-        return Microbatch(inputs, targets, blank.documents, [], weight)
+        return Microbatch(inputs, targets, documents, [], weight, side)
 
-    @staticmethod
-    def _counts(group: DrawnGroup, scored: ScoredCompletion) -> bool:
-        return sum(scored.rewards) >= max(sum(each.rewards) for each in group.completions)
+    def values_of(self, group: DrawnGroup) -> dict[str, NDArray[np.float64]]:
+        """What the objective needs of each completion of a group: [samples] by name."""
+        # It imports torch, and the agent, which asks for places alone, has none.
+        from holdfast.training.objectives.policy import group_advantages, group_std, leave_one_out
+
+        rewards = np.asarray(
+            [self._total(each.rewards) for each in group.completions], dtype=np.float64
+        )
+        objective, shape = self._config.objective, np.ones_like(rewards)
+        if objective.kind == "rloo":
+            advantages = leave_one_out(rewards[None])[0]
+        else:
+            scale = objective.text("scale_rewards") if objective.kind == "grpo" else "none"
+            advantages = group_advantages(rewards[None], scale)[0]
+        clipped = [float(each.completion.finish == "length") for each in group.completions]
+        return {
+            "advantages": advantages,
+            "score": rewards,
+            "reward": rewards,
+            "reward_std": group_std(rewards[None])[0],
+            "frac_reward_zero_std": shape * float(len(set(rewards.tolist())) == 1),
+            "completions/clipped_ratio": np.asarray(clipped),
+        }
+
+    def _total(self, numbers: Sequence[float]) -> float:
+        rewards = self._config.rollout.rewards
+        return sum(r.weight * number for r, number in zip(rewards, numbers, strict=True))
 
     def _blank(self, rows: int, entries: list[dict[str, Any]]) -> Microbatch:
         """Rows without a target. What follows a row's end is a document of its own."""

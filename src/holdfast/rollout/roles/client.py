@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.core.json_parsing import JsonMessage
@@ -27,7 +28,7 @@ from holdfast.rollout.roles.messages import (
 from holdfast.wire.http.client import Client, UnreachableError
 from holdfast.wire.secret import Secret
 
-Reply = TypeVar("Reply", TrainerReply, RoleOrders)
+Reply = TypeVar("Reply", TrainerReply, RoleOrders, Done)
 
 RETRY_PAUSE_S = 0.2
 """Seconds before an agent is asked again that did not answer, or does not know the coordinator."""
@@ -58,13 +59,10 @@ class QueueClient:
     def work(self, report: RoleReport) -> RoleOrders:
         return self._post(WORK_PATH, report, RoleOrders, report.wait)
 
-    def lose(self, name: str) -> None:
+    def lose(self, lost: RoleLost) -> None:
         """Say that a role has exited. A queue that cannot be reached learns it from its leases."""
-        client = self._connection()
-        try:
-            Done.from_json(client.post(LOST_PATH, RoleLost(name).to_json(), 2.0))
-        except HoldfastError:
-            self._forget(client)
+        with suppress(NoQueueError):
+            self._post(LOST_PATH, lost, Done, 0.0)
 
     def fetch(self, place: PolicyPart) -> bytes:
         """Return a file of a policy's weights from another agent. Raises NoQueueError."""
@@ -105,7 +103,11 @@ class QueueClient:
             if self._is_interrupted:
                 raise NoQueueError("interrupted")
             if self._client is None:
-                self._client = Client(self._find_agent(), self._secret, connect_retry_s=0.0)
+                try:
+                    address = self._find_agent()
+                except HoldfastError as error:  # a run store that does not answer
+                    raise NoQueueError(str(error)) from error
+                self._client = Client(address, self._secret, connect_retry_s=0.0)
             return self._client
 
     def _forget(self, client: Client, moved: str = "") -> None:

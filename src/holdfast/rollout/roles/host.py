@@ -25,9 +25,9 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.core.json_parsing import parse_json
-from holdfast.errors import UserError
+from holdfast.errors import HoldfastError, UserError
 from holdfast.rollout.roles.client import NoQueueError, QueueClient
-from holdfast.rollout.roles.messages import Role
+from holdfast.rollout.roles.messages import Role, RoleLost
 from holdfast.rollout.roles.spec import HostSpec
 from holdfast.rollout.roles.texts import Texts
 from holdfast.rollout.roles.work import Actor, Scorer
@@ -47,6 +47,8 @@ STABLE_S = 20.0
 WORK_WAIT_S = 2.0
 """Seconds for which a question for work stays open."""
 CHECK_S = 0.05
+LOOK_S, PATIENCE_S = 2.0, 60.0
+"""Seconds between two looks for an agent that leads, and without one, if no agent started us."""
 _REFUSED = 2  # exit code: the user must act, so it is not started again
 
 
@@ -71,7 +73,9 @@ class RoleHost:
         self._spec, self._lifeline = spec, lifeline_fd
         self._secret = Secret.from_hex(spec.secret)
         self._texts = Texts.open(RunConfig.model_validate(spec.config))  # read once for all
-        self._client = QueueClient(agent_finder(spec), self._secret)
+        self._find_agent = agent_finder(spec)
+        self._next_look_at, self._led_at = 0.0, time.monotonic()
+        self._client = QueueClient(self._find_agent, self._secret)
         counts: tuple[tuple[Role, int], ...] = (("actor", spec.actors), ("scorer", spec.scorers))
         self._children = [_Child(role, n) for role, count in counts for n in range(count)]
         self._line_read, self._line_write = lifeline.open_lifeline()
@@ -82,11 +86,27 @@ class RoleHost:
         agent.register(self._lifeline, select.POLLIN)
         while not agent.poll(CHECK_S * 1000):
             now = time.monotonic()
+            if self._has_no_run(now):
+                return
             for child in self._children:
                 if child.pid:
                     self._look(child, now)
                 elif not child.is_refused and now >= child.retry_at:
                     self._fork(child, now)
+
+    def _has_no_run(self, now: float) -> bool:
+        """Return True if an actor without an agent has waited for too long for one that leads."""
+        if self._spec.agent or now < self._next_look_at:
+            return False
+        self._next_look_at = now + LOOK_S
+        try:
+            self._find_agent()
+        except NoQueueError:
+            return now - self._led_at > PATIENCE_S
+        except HoldfastError:
+            return False  # a run store that does not answer
+        self._led_at = now
+        return False
 
     def _look(self, child: _Child, now: float) -> None:
         pid, status = os.waitpid(child.pid, os.WNOHANG)
@@ -96,7 +116,7 @@ class RoleHost:
             os.killpg(child.pid, signal.SIGKILL)  # what it left behind
         code = os.waitstatus_to_exitcode(status)
         logger.info("%s (process %d) exited with %d", child.name, child.pid, code)
-        self._client.lose(child.name)
+        self._client.lose(RoleLost(child.name, self._spec.node, code))
         child.pid, child.is_refused = 0, code == _REFUSED
         if now - child.started_at > STABLE_S:
             child.failures = 0
@@ -126,7 +146,7 @@ def _become(
         for line in lines:
             lifeline.watch_lifeline(line)
         set_process_title(f"{child.role} {child.number}", str(spec.config.get("name", "")))
-        code = serve(spec, secret, texts, child)
+        serve(spec, secret, texts, child)
     except UserError as error:
         logger.error("%s", error)
         code = _REFUSED
@@ -137,8 +157,8 @@ def _become(
         os._exit(code)
 
 
-def serve(spec: HostSpec, secret: Secret, texts: Texts, child: _Child) -> int:
-    """Take leases until the run is over; return the exit code. Raises UserError."""
+def serve(spec: HostSpec, secret: Secret, texts: Texts, child: _Child) -> NoReturn:
+    """Take leases and work, until the process is ended. Raises UserError."""
     same_products_on_any_threads()
     torch.set_num_threads(spec.threads)
     config = RunConfig.model_validate(spec.config)
@@ -157,12 +177,8 @@ def serve(spec: HostSpec, secret: Secret, texts: Texts, child: _Child) -> int:
             folder=Path(spec.policies) if spec.policies else None,
             slots=config.rollout.slots,
         )
-    try:
-        while work.turn(WORK_WAIT_S):
-            pass
-    finally:
-        work.close()
-    return 0
+    while True:
+        work.turn(WORK_WAIT_S)
 
 
 def agent_finder(spec: HostSpec) -> Callable[[], str]:

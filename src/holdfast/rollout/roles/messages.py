@@ -129,14 +129,13 @@ class RoleReport(JsonMessage):
 class RoleOrders(JsonMessage):
     """Leases for an actor or a scorer."""
 
-    absent_if_default = frozenset({"moved", "over"})
+    absent_if_default = frozenset({"moved"})
     queue: str = ""
     step: int = 0  # results of older steps are needed no more
     wanted: tuple[Wanted, ...] = ()  # to generate
     made: tuple[Made, ...] = ()  # to rate
     policies: tuple[PolicyPart, ...] = ()  # where the policies of `wanted` lie
-    moved: str = ""
-    over: bool = False  # the run ends
+    moved: str = ""  # as in `TrainerReply`
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,16 @@ class RoleLost(JsonMessage):
     """An actor or a scorer has exited, says the process that started it."""
 
     name: str
+    node: str
+    exit_code: int  # below 0: the signal that killed it
 
 
 @dataclass(frozen=True)
 class Done(JsonMessage):
     """The request was done."""
+
+    absent_if_default = frozenset({"moved"})
+    moved: str = ""  # as in `TrainerReply`
 
 
 @dataclass(frozen=True)

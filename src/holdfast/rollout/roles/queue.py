@@ -59,8 +59,14 @@ class _Role:
 class RolloutQueue:
     """Lives in one event loop."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
-        """say: prints a line. clock: seconds."""
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        on_lost: Callable[[RoleLost], None] = lambda lost: None,
+    ) -> None:
+        """say: prints a line. clock: seconds. on_lost: called with a role that has exited."""
+        self._on_lost = on_lost
         self.name = secrets.token_hex(8)
         self.differing = 0  # completions that two processes made unlike; a bug or a broken machine
         self._say, self._clock = say, clock
@@ -113,6 +119,7 @@ class RolloutQueue:
 
     async def lose(self, _: int, lost: RoleLost) -> Done:
         """End the leases of a role that has exited."""
+        self._on_lost(lost)
         self._drop(lost.name)
         return Done()
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from holdfast.core.json_parsing import JsonMessage
 
+HOST_MODULE = "holdfast.rollout.roles.host"
+"""The program that takes a `HostSpec`."""
+
 
 @dataclass(frozen=True)
 class HostSpec(JsonMessage):

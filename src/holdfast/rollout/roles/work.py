@@ -76,20 +76,17 @@ class RoleWork(Generic[Result]):
         """End what the turn of another thread waits for or computes."""
         self._client.interrupt()
 
-    def turn(self, wait: float) -> bool:
-        """Report, take leases, and work; return True if the run goes on. wait: seconds to wait for
-        work. A queue that does not answer is asked again in the next turn."""
+    def turn(self, wait: float) -> None:
+        """Report, take leases, and work. wait: seconds to wait for work. A queue that does not
+        answer is asked again in the next turn."""
         try:
             orders = self._report(self._free, wait if not self._busy else 0.0)
         except NoQueueError:
             pause()
         else:
-            if orders.over:
-                return False
             self._take(orders)
         if self._busy:
             self._work()
-        return True
 
     @property
     def _free(self) -> int:

@@ -67,7 +67,7 @@ def make_of_class(kind: type[Any], optimizer: OptimizerConfig) -> MakeOptimizer:
 def load_schedule(config: RunConfig) -> RateFunction:
     """Return the run file's function of the step, which raises ConfigError where it fails or
     returns no number."""
-    name = config.train.schedule.kind
+    name, more = config.train.schedule.kind, config.train.schedule.args
     function = _load(name, config.task.folder, SCHEDULE_KEY)
     if not callable(function):
         raise ConfigError(
@@ -76,7 +76,7 @@ def load_schedule(config: RunConfig) -> RateFunction:
 
     def rate(step: int, steps: int) -> float:
         with one_sentence(SCHEDULE_KEY, f"{name}({step}, {steps}) failed"):
-            value = function(step, steps)
+            value = function(step, steps, **more)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and math.isfinite(value) and value >= 0):
             raise ConfigError(

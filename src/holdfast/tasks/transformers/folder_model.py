@@ -21,6 +21,9 @@ from holdfast.errors import TaskError
 from holdfast.tasks.task.task import Task
 from holdfast.training.engine.objective import IGNORED_TARGET
 
+COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+"""Files of a folder that an export gives back as they are, next to weights and config."""
+
 
 class FolderModel(Task):
     """A model that one of transformers' `Auto` classes loads from a folder.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,11 @@ from holdfast.model.generate import refuse_long_text
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
 from holdfast.model.new_folder import new_folder
 from holdfast.tasks.task.loading import load_task
-from holdfast.tasks.transformers.folder_model import FolderModel
+from holdfast.tasks.transformers.folder_model import COPIED, FolderModel
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
 def export_folder_model(
@@ -45,7 +42,7 @@ def export_folder_model(
         model.save_pretrained(partial, max_shard_size=shard_bytes)
         for path in sorted(task.folder.iterdir()):
             is_new = not (partial / path.name).exists() and path.name != INDEX
-            if path.is_file() and path.suffix in _COPIED and is_new:
+            if path.is_file() and path.suffix in COPIED and is_new:
                 shutil.copyfile(path, partial / path.name)
         if tokenizer is not None and not (partial / "tokenizer.json").exists():
             longest = getattr(model.config, "max_position_embeddings", None)
@@ -61,7 +58,7 @@ class CausalLMSession:
     """
 
     def __init__(self, model: Any, capacity: int) -> None:
-        limit = getattr(model.config, "max_position_embeddings", None)
+        limit = _positions(model)
         if limit is not None:
             refuse_long_text(capacity, limit)
         self._model, self._cache = model, None
@@ -74,12 +71,27 @@ class CausalLMSession:
         return logits
 
 
+class OpenCausalLM:
+    """Opens sessions of a model of transformers. limit: its positions; None: not known."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.limit = model, _positions(model)
+
+    def __call__(self, capacity: int) -> CausalLMSession:
+        return CausalLMSession(self._model, capacity)
+
+
 def open_causal_lm(
     config: TaskConfig, names: tuple[str, ...], read: Callable[[str], Tensor]
-) -> Callable[[int], CausalLMSession]:
+) -> OpenCausalLM:
     """Return what opens sessions of the model with these parameters. Raises UserError."""
     _, model = _trained(config, names, read)
-    return partial(CausalLMSession, model.eval())
+    return OpenCausalLM(model.eval())
+
+
+def _positions(model: Any) -> int | None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
 
 
 def _trained(

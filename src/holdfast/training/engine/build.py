@@ -20,7 +20,7 @@ from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
-from holdfast.options.registry import hooks
+from holdfast.options.registry import hooks, run_hooks
 from holdfast.parallel.axes.expert_parallel import shared_experts
 from holdfast.parallel.axes.partitioned_input import PartitionedInput
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -143,6 +143,8 @@ def build_engine(
     units = task.units(objective)
     if precision.has_float8:
         apply_float8(units, is_emulated=not device_kind(device.type).float8_capability)
+    for change_units in run_hooks(config, lambda effect: effect.units):
+        change_units(config, units)
     label, movable = f"{config.name}-rank{groups.rank}", config.train.movable_state
     memory = StateMemory(config.train.memory, device, label, movable)
     _prepare_units(config, groups, units, objective, memory)
@@ -173,7 +175,7 @@ def build_engine(
     engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
-    for change in hooks("layout", layout, lambda effect: effect.engine):
+    for change in run_hooks(config, lambda effect: effect.engine):
         change(config, engine)
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))

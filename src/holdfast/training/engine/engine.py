@@ -81,6 +81,8 @@ class StepEngine:
     rebuilt session keeps it. user: what the run file names by a path.
     measure_passes: passes run inside of it. on_vote_sent: called when this rank's vote is on its
     way. order_shares: the shares of a generation, one by one, as the executor needs them.
+    on_summed: is given the parameters and their complete gradients, which it may change.
+    around_update: the parameters are updated inside of it.
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
     rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. lagged: older
     weights that the run still needs. on_applied: called with a step once it has been applied.
@@ -111,6 +113,10 @@ class StepEngine:
         self.order_shares: Callable[[StepFeed], Iterator[StepShare]] = iter
         self.judge_loss: Callable[[int, StepAccount], LossJump | None] = lambda step, account: None
         self.loss_jump: LossJump | None = None
+        self.on_summed: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = lambda *_: None
+        self.around_update: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: (
+            nullcontext()
+        )
         self.plan = StepPlan(train, groups, dealer)
         self.status, self.history = StepStatus(), StepHistory()
         held, gradients = (parameters.table, parameters.master_tensors), self._gradients.gradients()
@@ -238,7 +244,8 @@ class StepEngine:
         self.lagged.shift()
         if not verdict.is_skipped:
             divisor = (verdict.tokens or 1) / clip * self.loss_scale.factor
-            self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
+            with self.around_update(self.parameters.master_tensors):
+                self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
         self.history.applied_verdicts.append((status.step, self.loss_scale.settle(verdict)))
         status.finish_update()
         self.history.unreported_step = status.step
@@ -255,6 +262,7 @@ class StepEngine:
     def _vote(self, wishes: Wishes) -> StepVerdict:
         """Raises PeerLostError; `status` says how far it came."""
         self._gradients.finish()
+        self.on_summed(self.parameters.master_tensors, self._gradients.gradients())
         if self._accounts is None:
             raise RuntimeError("compute() comes before reduce()")
         self.status.record_account(account := self._accounts.wait_for_all())

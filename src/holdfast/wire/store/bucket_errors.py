@@ -49,6 +49,8 @@ _VARIABLES = {
     "az": ("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
 }
 """Scheme -> variables of credentials; where a token comes from."""
+_ADDRESS = re.compile(r"https?://[^/\s\"'()?]+")
+"""The endpoint in an error's text; what follows it may hold secrets."""
 _AUTHORITY_REMEDY = "name the file of its authority's certificate with ?ca=<path>"
 # the first that fits; as obstore's debug text names them
 _KINDS = tuple(
@@ -137,5 +139,7 @@ def _unreachable_error(text: str, code: str, status: str, where: str) -> StoreEr
     for pattern, said in _KINDS:
         if pattern.search(text):
             remedy = _AUTHORITY_REMEDY if "certificate" in said else None
+            if asked := _ADDRESS.search(text):  # the cloud's own stands in no address of the user
+                said = said.replace("the endpoint", f"the endpoint {asked[0]}", 1)
             return StoreError(said, where=where, remedy=remedy)
     return StoreError("the store fails in a way that has no name here", where=where)

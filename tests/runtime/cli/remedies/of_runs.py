@@ -376,7 +376,7 @@ CASES: list[Case] = [
         replace_word("peft"),
     ),
     Case(
-        "export/weights.py",
+        "export/texts.py",
         line("generate {root}/run the --tokens 1 --chat"),
         attempt,
         r"leave out (--chat)",

@@ -97,7 +97,7 @@ def refuse_incomplete(request: LaunchRequest) -> None:
     stored = read_resolved(request.folder) or {}
     data = str(stored.get("dataset", {}).get("folder") or os.path.abspath(config.data.folder))
     is_there = at is not None and Path(data).is_relative_to(at)
-    if not (is_there or "://" in config.data.folder or "://" in data or config.task.has_own_data):
+    if not (is_there or "://" in config.data.folder or "://" in data or config.has_own_data):
         remedy = f"prepare it on the claim, as data.folder={at or 'PATH'}/dataset, or in a bucket"
         add(f"pods cannot reach the dataset in {data}", "data.folder", remedy)
     if found:

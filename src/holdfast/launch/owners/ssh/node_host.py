@@ -30,11 +30,11 @@ REPLY_MARK = "holdfast-reply: "
 
 @dataclass(frozen=True)
 class HostRequest(JsonMessage):
-    """do: start, status, leave or logs. folder: of logs and secrets; it starts at the home.
+    """do: check, start, status, leave or logs. folder: of logs and secrets; it starts at the home.
 
-    process: the node's, as PID@START; of all but start. arguments: of `holdfast`, to start with.
-    location: the run store, and run_id what its description must have, if it is a folder.
-    secret: in hexadecimal digits; "" if the run store has it.
+    process: the node's, as PID@START; of all but check and start. arguments: of `holdfast`, to
+    start with. location: the run store, and run_id what its description must have, if it is a
+    folder. secret: in hexadecimal digits; "" if the run store has it.
     """
 
     do: str
@@ -57,6 +57,8 @@ def answer(request: HostRequest) -> dict[str, Any]:
             where="launch.ssh.python",
             remedy=f"install Holdfast {request.version} there, or name a Python that has it",
         )
+    if request.do == "check":
+        return {}
     folder = Path.home() / request.folder
     process = NodeProcess(request.node, folder, request.process)
     if request.do == "start":

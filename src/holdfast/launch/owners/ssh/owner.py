@@ -57,7 +57,11 @@ class SshOwner:
         return "\n".join(lines) + "\n"
 
     def check(self, request: LaunchRequest) -> None:
-        _nodes_of(request)
+        """Raises UserError, also for a host that does not answer or has no Holdfast."""
+        replies = _ask_nodes("check", _nodes_of(request), _way_to_hosts(request))
+        for reply in replies:
+            if isinstance(reply, UserError):
+                raise reply
 
     def submit(self, request: LaunchRequest) -> OwnedJob:
         return self._started(request, {})
