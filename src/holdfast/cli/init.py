@@ -97,7 +97,7 @@ def init(
       holdfast init better.yaml --from tuned-model --preferences pairs.jsonl
     """
     refuse_beside("--preferences", {"--chat": chat} if preferences else {})
-    rows = preferences or chat
+    rows, rate = preferences or chat, LOW_RATE if preferences else RATE
     # YAML reads 2026 as a number, so such a name is quoted.
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
     name = name.lstrip("._-") or "run"
