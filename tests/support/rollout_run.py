@@ -72,6 +72,7 @@ class RolloutRun:
     folder: Path
     settings: tuple[str, ...] = ()
     killed: Counter[str] = field(default_factory=Counter)
+    resumed_from: list[int] = field(default_factory=list)  # newest step at each kill of the agent
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
@@ -102,7 +103,7 @@ class RolloutRun:
         """Kill roles drawn at random until there were so many kills, with one to six actors after
         each kill of the agent; then run to the end."""
         self.start()
-        until = time.monotonic() + DEADLINE_S
+        until, done = time.monotonic() + DEADLINE_S, 0
         while sum(self.killed.values()) < kills:
             assert time.monotonic() < until, self.said
             time.sleep(pause_s * chooser.uniform(0.3, 1.0))
@@ -113,12 +114,17 @@ class RolloutRun:
             role = chooser.choice(ROLES)
             if not all(map(self.pids, ("actor", "scorer", "worker"))):
                 continue  # they have not begun to work since the last kill
+            step = max(self.curve(), default=0)
+            if step <= done and chooser.random() < 0.8:
+                continue
             pids = self.pids(role)
             with suppress(ProcessLookupError):
                 os.kill(chooser.choice(pids), signal.SIGKILL)
                 self.killed[role] += 1
+                done = step
             if role == "agent":
                 self.process.wait(DEADLINE_S)
+                self.resumed_from.append(step)
                 self.start(f"rollout.actors={chooser.randint(1, 6)}")
         self.finish()
 
@@ -152,4 +158,6 @@ class RolloutRun:
         return {e["start"]: (e["hash"], str(e["groups"])) for e in entries if "groups" in e}
 
     def _effective(self) -> list[object]:
+        if not self.folder.exists():
+            return []
         return list(split_effective(read_journal(FolderStore(self.folder)))[0])

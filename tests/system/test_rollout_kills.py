@@ -35,7 +35,7 @@ def test_kills_of_all_roles_change_no_bit(tmp_path: Path, lag: int) -> None:
     more = ("layout.workers=2", "rollout.actors=4")
     killed = RolloutRun(run_file, tmp_path / "killed", (*settings, *more))
     killed.disturb(KILLS, random.Random(20261128 + lag))
-    print(f"lag {lag}: {dict(killed.killed)}")
+    print(f"lag {lag}: {dict(killed.killed)}, agents after steps {killed.resumed_from}")
     assert sum(killed.killed.values()) == KILLS, "it was over before all kills: raise the steps"
     _expect_same(alone, killed, steps)
 

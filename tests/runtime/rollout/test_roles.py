@@ -120,13 +120,16 @@ def test_published_policies_are_read_back_and_old_ones_removed(tmp_path: Path) -
     config, skips = with_lag(1), Skips()
     made = alone(config)
     publisher = Publisher(tmp_path, config, "here:1")
-    publisher.publish_all(made, skips)
+    publisher.publish_all(made, skips, 0)
     assert [part.policy for part in publisher.parts] == [0]
     for step in (1, 2):
         one_step(made, step)
-        publisher.publish_newest(made, skips)
+        publisher.publish_newest(made, skips, step)
     assert [part.policy for part in publisher.parts] == [1, 2]
     assert len(list(tmp_path.iterdir())) == 2
+    again = Publisher(tmp_path, config, "here:1")  # of a process that has only loaded the state
+    again.publish_all(made, skips, 2)
+    assert again.parts == publisher.parts
     for part, age in zip(publisher.parts, (1, 0), strict=True):
         found = read_policy(tmp_path, part)
         for local in made.lagged.of_age(age, ""):

@@ -34,15 +34,15 @@ class TrainerPlace:
 
 
 def connect_roles(
-    config: RunConfig, batches: RolloutBatches, engine: StepEngine, place: TrainerPlace
+    config: RunConfig, batches: RolloutBatches, engine: StepEngine, place: TrainerPlace, step: int
 ) -> CompletionFeed:
-    """Publish the policies that the state has, and attach a feed to the batches. Each later update
-    publishes its policy. Call it on the training thread."""
+    """Publish the policies that the state after `step` has, and attach a feed to the batches. Each
+    later update publishes its policy. Call it on the training thread."""
     skips, rank = batches.skips, engine.groups.rank
     node = engine.groups.topology.nodes[rank]
     publisher = Publisher(place.folder, config, place.agent)
-    publisher.publish_all(engine, skips)
-    engine.on_applied = lambda step: publisher.publish_newest(engine, skips)
+    publisher.publish_all(engine, skips, step)
+    engine.on_applied = lambda step: publisher.publish_newest(engine, skips, step)
     tag_of = cache(lambda policy: policy_tag(config, policy, skips))
     texts = batches.texts or Texts.open(config)
     name = f"trainer {rank} of generation {engine.groups.topology.generation}"
