@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from holdfast.config.run import RunConfig
+from holdfast.core.data.advantages import row_values
 from holdfast.events import Event, RoleMissing
 from holdfast.rollout.roles.batches import RolloutBatches
 from holdfast.rollout.roles.client import QueueClient
@@ -18,7 +19,6 @@ from holdfast.rollout.roles.policies import Publisher, policy_tag
 from holdfast.rollout.roles.texts import Texts
 from holdfast.rollout.roles.work import Actor, Scorer
 from holdfast.training.engine.engine import StepEngine
-from holdfast.training.objectives.policy import row_values
 from holdfast.wire.secret import Secret
 
 
