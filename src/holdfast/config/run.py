@@ -232,11 +232,6 @@ class RunConfig(Section):
                 f"objective.kind {kind} gives each target a weight of its own: use "
                 "data.chat.weights: false"
             )
-        if self.lora.rank and needed != "none":
-            yield (
-                f"objective.kind {kind} trains a score head, and adapters are all that a run "
-                f"with lora.rank {self.lora.rank} trains: use lora.rank 0"
-            )
         experts = self.model.experts
         if experts is not None and experts.has_loss:
             yield (

@@ -10,7 +10,7 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
 from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.parameters import SCORE, decoder_parameters
 from holdfast.errors import ConfigError
 from holdfast.export.weights import CheckpointWeights, TensorParts
 from holdfast.launch.run.runs import Run
@@ -48,6 +48,8 @@ class MergedWeights:
     def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
         from holdfast.model.lora import merged
 
+        if name == SCORE:
+            return self._adapters.box(name, offsets, lengths)
         base = self._base.box(name, offsets, lengths).to(self.dtype(name))
         layer = name.removesuffix(".weight")
         if layer not in self._layers or len(lengths) != 2:

@@ -120,7 +120,7 @@ def _task(rank: RankContext, name: str, kind: str) -> DecoderTask:
     lora = {"rank": 4, "alpha": 8, "dropout": dropout, "base": str(base)}
     changes |= {f"lora__{key}": value for key, value in lora.items()}
     if not base.exists():
-        write_base(base, _config(words[0], **changes).model)
+        write_base(base, _config("dpo", **changes).model)
     changes["lora__base_checksum"] = weights_checksum(base)
     return LoraTask(_config(words[0], **changes))
 
@@ -161,6 +161,8 @@ def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
         ("shard2", "kto"),
         ("pp2-tp2", "reward"),
         ("pp2-tp2", "lora-dpo"),
+        in_campaign("pp2-tp2", "lora-reward"),
+        in_campaign("shard2", "lora-reward-still"),
         *(in_campaign(n, "lora-dpo") for n in ("dp2", "tp2", "pp2", "zbv.pp2", "interleaved.pp2")),
         *(in_campaign(n, "lora-dpo-still") for n in ("shard2", "zero1.2")),
         *(in_campaign(n, "dpo") for n in ("tp2", "pp2", "shard2", "zero1.2", "zbv.pp2", "dp3")),
@@ -185,7 +187,7 @@ def test_each_layout_gives_the_curve_of_one_worker(tmp_path: Path, name: str, ki
             assert here == pytest.approx(there, rel=1e-10)
     assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(size)], 1e-10)
     assert len(set(want["losses"])) == STEPS
-    if kind.startswith("lora"):  # B begins at zero, so the policy is the base
+    if kind.startswith("lora-dpo"):  # B begins at zero, so the policy is the base
         assert want["losses"][0] == pytest.approx(np.log(2), rel=1e-12)
     assert "rewards/chosen" in want["metrics"][0]
     assert np.isfinite(want["losses"]).all()
