@@ -17,6 +17,7 @@ from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.sharding.adapters import DOWN, UP
 from holdfast.core.sharding.parameters import SCORE
 from holdfast.model.feed_forward import Linear
+from holdfast.model.nf4 import Nf4Weight
 
 NONE_CUT: Mapping[str, int] = {}
 
@@ -87,11 +88,16 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             layer.is_off = False
 
 
-def set_base(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+def set_base(module: nn.Module, values: Mapping[str, Tensor | Nf4Weight]) -> None:
     """Give the base's weights to a module with adapters, by the names that they had."""
     for name, value in values.items():
         parent, _, key = name.rpartition(".")
-        setattr(module.get_submodule(parent), key, value)
+        layer = module.get_submodule(parent)
+        if isinstance(value, Nf4Weight):
+            assert isinstance(layer, Linear)
+            layer.packed = value
+        else:
+            setattr(layer, key, value)
 
 
 def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

@@ -17,6 +17,8 @@ from holdfast.events import (
     GenerationStarted,
     MajorityLacked,
     Record,
+    RoleExited,
+    RoleMissing,
     RunBranched,
     RunFailed,
     RunFinished,
@@ -89,6 +91,7 @@ class RunProgress:
     _ignored_settings: set[str] = field(default_factory=set)
     _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
+    _missing_roles: set[str] = field(default_factory=set)  # of which the user was told
     _kernel: str = ""  # of full attention
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -233,7 +236,11 @@ class RunProgress:
             if bool(event.reason) == (event.key in self._awaited):
                 return True
             self._awaited ^= {event.key}
-        return False
+        if isinstance(event, RoleMissing):  # each trainer says so
+            is_known = event.role in self._missing_roles
+            self._missing_roles.add(event.role)
+            return is_known
+        return isinstance(event, RoleExited)  # the report has it; the run goes on
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from holdfast.report.formatting import format_bytes, format_count, format_si
@@ -212,19 +213,18 @@ def small_charts(history: History) -> str:
     return f'<div class="small">{"".join(drawings)}</div>'
 
 
-def objective_charts(history: History) -> str:
-    """Return a drawing of each mean of the run's objective."""
-    steps = thin_points(history.steps, SMALL.max_points, _finite_norm)
-    names = dict.fromkeys(name for point in history.steps for name in point.metrics)
-    drawings = [
-        _chart(
-            name,
-            history,
-            [[_point(p, p.metrics[name], name) for p in steps if name in p.metrics]],
-            _short,
-        )
-        for name in names
-    ]
+def _metric(name: str, point: StepPoint) -> float:
+    return point.metrics[name]
+
+
+def metric_charts(history: History) -> str:
+    """Return a drawing of each metric of the objective."""
+    drawings = []
+    for name in (each.name for each in history.metrics):
+        having = [point for point in history.steps if name in point.metrics]
+        thin = thin_points(having, SMALL.max_points, partial(_metric, name))
+        points = [_point(point, point.metrics[name], name) for point in thin]
+        drawings.append(_chart(name, history, [points], _short))
     return f'<div class="small">{"".join(drawings)}</div>'
 
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
-from holdfast.core.sharding.adapters import adapted_layers, refuse_bare_stage
+from holdfast.core.sharding.adapters import adapted_layers, packed_weights, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import SCORE, Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
 from holdfast.model.lora import adapters_off, add_adapters, set_base
+from holdfast.model.nf4 import Nf4Weight
 from holdfast.model.peft_folder import read_adapter
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -118,7 +119,7 @@ class LoraTask(DecoderTask):
         super().__init__(config, user_parts, open_source)
         self._compute = Precision.of(config.train.precision).compute
         self._boxes: Mapping[str, Box] = {}  # what this rank has of the base
-        self._base: dict[Box, Tensor] = {}
+        self._base: dict[Box, Tensor | Nf4Weight] = {}
 
     def objective(self, groups: ProcessGroups) -> NextTokenObjective:
         """The rank's part of the decoder, whose parameters are its adapters. Raises ConfigError."""
@@ -143,10 +144,15 @@ class LoraTask(DecoderTask):
         if self._base.keys() != set(self._boxes.values()):
             model, lora = self._config.model, self._config.lora
             folder = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
-            self._base = {
-                box: folder.box(name, box.offsets, box.lengths).to(device, self._compute, copy=True)
-                for name, box in self._boxes.items()
-            }
+            packed = packed_weights(model, lora)
+            self._base = {}
+            for name, box in self._boxes.items():
+                value = folder.box(name, box.offsets, box.lengths)
+                self._base[box] = (
+                    Nf4Weight.of(value.to(device), self._compute)
+                    if name in packed
+                    else value.to(device, self._compute, copy=True)
+                )
         values = {name: self._base[box] for name, box in self._boxes.items()}
         set_base(cast(LoraObjective, objective).decoder, values)
 
