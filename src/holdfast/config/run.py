@@ -257,6 +257,11 @@ class RunConfig(Section):
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
             )
+        if self.lora.adapter and self.objective.facts.needs_reference:
+            yield (
+                f"lora.from begins with adapters, and the reference of objective.kind {kind} is "
+                "the base without them: use model.from with a folder into which they are merged"
+            )
         if self.objective.reference.model and self.lora.rank:
             yield (
                 "with adapters the base is the reference, and objective.reference.model names "
