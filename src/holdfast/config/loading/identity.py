@@ -51,7 +51,6 @@ LATER_KEYS = frozenset(
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
             "center_rewards_coefficient",
         ),
-        "objective.reference": ("checksum", "key"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),
