@@ -196,7 +196,7 @@ class Worker:
         place = TrainerPlace(
             spec.agent, self._secret, Path(spec.policies), self._setup.device, self.reporter.emit
         )
-        self._feed = connect_roles(self._setup.config, batches, session.engine, place)
+        self._feed = connect_roles(self._setup.config, batches, session.engine, place, self.step)
         return batches
 
     def _watch_loader(self, loader: ShareLoader) -> None:

@@ -62,6 +62,8 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
+    if metrics := history.metrics:
+        out["metrics"] = [asdict(metric) for metric in metrics]
     if history.experts:
         out["experts"] = {str(block): counts for block, counts in history.experts.items()}
         out["dropped_choices"] = history.dropped_choices

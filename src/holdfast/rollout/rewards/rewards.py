@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from holdfast.config.sections.rewards import RewardConfig
@@ -20,6 +21,7 @@ from holdfast.rollout.rewards.function import FunctionReward
 from holdfast.rollout.rewards.program import ProgramReward
 
 _DIGEST_BYTES = 16
+_MODEL = "holdfast.rollout.rewards.model"
 
 
 class Reward(Protocol):
@@ -146,9 +148,9 @@ def _open(entry: RewardConfig, folder: str, where: str) -> Reward:
     if entry.kind == "code":
         return ProgramReward(entry, where)
     if entry.kind == "model":
-        from holdfast.rollout.rewards.model import ModelReward  # it imports torch
-
-        return ModelReward(entry, where)
+        # By name: it imports torch, and the agent's side, which asks for versions alone, may not.
+        reward: Reward = import_module(_MODEL).ModelReward(entry, where)
+        return reward
     return _Match(entry)
 
 
