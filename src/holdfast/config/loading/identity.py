@@ -57,7 +57,6 @@ LATER_KEYS = frozenset(
             "vf_coef",
             *("teacher_digest", "top_k", "temperature", "alpha"),
         ),
-        "objective.reference": ("checksum", "key"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),

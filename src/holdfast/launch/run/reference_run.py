@@ -71,18 +71,24 @@ def check_reference_model(
         weights = checksum(canonical_json({"seed": config.seed, "model": model}))
     elif weights == IMPORTED and not before.get("key"):
         weights = _first_commit(run_folder)
-    if key := before.get("key"):
-        return {**values, f"{KEY}.key": (key, "the run's")}
-    data = config.data
-    origin = ReferenceOrigin(
-        dataset.version,
-        weights,
-        config.train.precision,
-        config.device,
-        data.sequence_length,
-        data.chat.long_rows,
-    )
-    return {**values, f"{KEY}.key": (origin.key, "dataset, weights, precision and device")}
+    key, why = before.get("key", ""), "the run's"
+    if not key:
+        data, why = config.data, "dataset, weights, precision and device"
+        key = ReferenceOrigin(
+            dataset.version,
+            weights,
+            config.train.precision,
+            config.device,
+            data.sequence_length,
+            data.chat.long_rows,
+        ).key
+    if config.objective.reference.key not in ("", key):
+        raise ConfigError(
+            f"this run's reference log-probabilities are {key}",
+            where=loaded.where(f"{KEY}.key"),
+            remedy="leave the key out",
+        )
+    return {**values, f"{KEY}.key": (key, why)}
 
 
 def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedValues:
@@ -101,8 +107,9 @@ def _first_commit(run_folder: Path) -> str:
     return checksum(store.get(list_commits(store)[-1]))
 
 
-def describe_reference(config: RunConfig, dataset: Dataset) -> list[str]:
-    """A line about stored log-probabilities. Raises DataError for damaged ones."""
+def describe_reference(config: RunConfig, dataset: Dataset, has_begun: bool) -> list[str]:
+    """A line about stored log-probabilities. has_begun: the run has started before. Raises
+    DataError for damaged ones."""
     key = config.objective.reference.key
     if not key:
         return []
@@ -111,4 +118,6 @@ def describe_reference(config: RunConfig, dataset: Dataset) -> list[str]:
         raise DataError(problems[0], where=str(folder), remedy=REMEDY)
     if (folder / MANIFEST).exists():
         return [f"reference log-probabilities are stored: {folder}"]
+    if has_begun:
+        return [f"reference log-probabilities are not complete and are computed first: {folder}"]
     return [f"reference log-probabilities are computed before the first step: {folder}"]
