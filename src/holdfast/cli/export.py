@@ -146,7 +146,7 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
     checkpoint, _ = with_checkpoint(
         found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard), say
     )
-    if found.config.has_own_data:
+    if found.config.task.has_own_data:
         return checkpoint.step, False
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")

@@ -23,7 +23,7 @@ from holdfast.config.sections.degrees import (
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
-from holdfast.config.sections.lora import LoraConfig
+from holdfast.config.sections.lora import NF4, NF4_BLOCK, LoraConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
@@ -105,6 +105,7 @@ class RunConfig(Section):
                 f"lora.dropout {self.lora.dropout} draws for complete samples, and cp cuts them: "
                 "use lora.dropout 0, or cp 1"
             )
+        yield from self._broken_base_rules()
         if experts is not None and self.train.precision == "fp16" and experts.has_loss:
             yield (
                 "train.precision fp16 scales the loss, but not those of model.experts: use bf16, "
@@ -174,10 +175,17 @@ class RunConfig(Section):
                 f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
                 f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
             )
-        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+        elif self.objective.kind == "grpo" and self.objective.text("scale_rewards") == "batch":
             yield (
-                f"rollout.temperature {rollout.temperature:g} divides logits that "
-                "model.logit_softcap has capped, and training does not: use rollout.temperature 1"
+                "objective.scale_rewards batch needs the rewards of all groups of a step, and each "
+                "trainer reads its own: use group or none"
+            )
+        elif self.objective.number("beta") and not (
+            self.lora.rank and self.objective.kind != "rloo"
+        ):
+            yield (
+                f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
+                "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
@@ -191,6 +199,27 @@ class RunConfig(Section):
     def has_own_data(self) -> bool:
         """Whether the data is not a prepared dataset: a task's own, or completions of prompts."""
         return self.task.has_own_data or self.rollout.is_on
+
+    def _broken_base_rules(self) -> Iterator[str]:
+        """Those of a frozen base in 4 bits."""
+        lora, model = self.lora, self.model
+        if lora.base_dtype != NF4:
+            return
+        if not lora.rank or self.task.name:
+            what = "adapters of the built-in decoder" if self.task.name else "adapters"
+            yield f"lora.base_dtype {NF4} is for {what}: use lora.base_dtype: compute"
+        for key, degrees in self.layout.kinds:
+            for name, width, tp in (
+                ("model.dim", model.dim, 1),
+                ("model.heads x head_dim", model.heads * model.head_size, degrees.tp),
+                ("model.ffn_dim", model.ffn_dim, degrees.tp),
+            ):
+                if width % (tp * NF4_BLOCK):
+                    part = f" / {key}.tp {tp}" if tp > 1 else ""
+                    yield (
+                        f"lora.base_dtype {NF4} needs rows of multiples of {NF4_BLOCK}, and {name} "
+                        f"{width}{part} is none: use lora.base_dtype: compute"
+                    )
 
     def _broken_objective_rules(self) -> Iterator[str]:
         """Those of a run with another objective than the next token."""
@@ -212,7 +241,18 @@ class RunConfig(Section):
                 f"objective.kind {kind} needs complete rows, and layout.cp cuts them: use "
                 "layout.cp 1, and tp or pp"
             )
-        if self.data.attention != "document":
+        if self.layout.is_asynchronous:
+            yield (
+                f"objective.kind {kind} does not work with layout.schedule "
+                f"{self.layout.schedule}, whose passes overlap steps: use layout.schedule 1f1b"
+            )
+        facts, kinds = self.objective.facts, self.layout.kinds
+        if facts.needs_all_logits and any(degrees.tp > 1 for _, degrees in kinds):
+            yield (
+                f"objective.kind {kind} needs all logits of a token, and layout.tp cuts them: use "
+                "layout.tp 1"
+            )
+        if facts.has_rows and self.data.attention != "document":
             yield (
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
 from holdfast.config.sections.task import refuse_task
-from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers
+from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, packed_weights
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import ConfigError
 from holdfast.export.weights import CheckpointWeights, TensorParts
@@ -28,6 +28,7 @@ class MergedWeights:
         folder = Path(lora.base)
         self._base = open_weights(config.model, folder, lora.base_checksum, "lora.base")
         self._adapters = CheckpointWeights(run, checkpoint)
+        self._packed = packed_weights(config.model, lora)
         self._layers = frozenset(adapted_layers(config.model, config.lora))
         self._rows = {row.name: row for row in decoder_parameters(config.model)}
 
@@ -47,8 +48,11 @@ class MergedWeights:
 
     def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
         from holdfast.model.lora import merged
+        from holdfast.model.nf4 import rounded
 
         base = self._base.box(name, offsets, lengths).to(self.dtype(name))
+        if name in self._packed:  # what the adapters were trained with
+            base = rounded(base)
         layer = name.removesuffix(".weight")
         if layer not in self._layers or len(lengths) != 2:
             return base

@@ -10,7 +10,9 @@ import torch
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.model.decoder import Decoder
+from holdfast.model.feed_forward import Linear
 from holdfast.model.init import initialise
+from holdfast.model.nf4 import Nf4Weight, rounded
 from holdfast.training.compress import pruning
 from tests.support.layouts import case, config_of, curve_of, engine_for
 from tests.support.marks import in_campaign
@@ -151,3 +153,30 @@ def test_a_block_that_changes_nothing_goes_first() -> None:
     less, state = pruning.without_blocks(model, decoder.state_dict(), [1])
     assert less.layers == 2
     assert torch.equal(pruning.decoder_of(less, state)(tokens), decoder(tokens))
+
+
+def test_nf4_has_the_bits_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="codes are compared")
+    weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(2))
+    weight[3, :64] = 0.0
+    codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    packed = Nf4Weight.of(weight, torch.float32)
+    assert torch.equal(packed.codes, codes.flatten())
+    assert torch.equal(packed.scales, state.absmax)
+    assert torch.equal(packed.dense(), functional.dequantize_4bit(codes, state))
+    assert torch.equal(Nf4Weight.of(weight[5:9], torch.float32).dense(), packed.dense()[5:9])
+
+
+def test_a_packed_layer_computes_with_the_rounded_weight() -> None:
+    layer, plain = Linear(64, 3, bias=True), Linear(64, 3, bias=True)
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    layer.packed = Nf4Weight.of(weight, torch.float64)
+    layer.weight = None  # type: ignore[assignment]
+    bias = torch.arange(3).double()
+    layer.bias = plain.bias = torch.nn.Parameter(bias)
+    plain.weight = torch.nn.Parameter(rounded(weight))
+    x, y = (torch.arange(128.0).view(2, 64).double().requires_grad_() for _ in range(2))
+    assert torch.equal(layer(x), plain(y))
+    layer(x).square().sum().backward()
+    plain(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)

@@ -45,13 +45,17 @@ LATER_KEYS = frozenset(
     for section, names in {
         "": ("branch_of",),
         "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
-        "lora": ("adapter_checksum", "alpha", "base_checksum", "dropout", "rank", "targets"),
+        "lora": (
+            *("adapter_checksum", "alpha", "base_checksum", "base_dtype", "dropout", "rank"),
+            "targets",
+        ),
         "objective": (
             *("kind", "beta", "loss_type", "label_smoothing", "discopop_tau", "simpo_gamma"),
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
             *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
             *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
             "vf_coef",
+            *("teacher_digest", "top_k", "temperature", "alpha"),
         ),
         "objective.reference": ("checksum", "key"),
         "model": (
@@ -67,7 +71,7 @@ LATER_KEYS = frozenset(
             *("samples", "temperature", "top_p", "version"),
         ),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
-        "train": ("deterministic", "loss_chunk"),
+        "train": ("deterministic", "keep_zeros", "loss_chunk", "qat"),
         "train.optimizer": (
             *("adamw_for", "adjust_rate", "args", "beta2_decay", "clip_threshold"),
             *("groups", "layouts", "momentum", "name", "nesterov"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -11,6 +11,8 @@ from holdfast.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 MAX_RANK = 2**16
+NF4, NF4_BLOCK = "nf4", 64
+"""A kind of weights in 4 bits, and how many share a scale."""
 
 
 class LoraConfig(Section):
@@ -27,6 +29,9 @@ class LoraConfig(Section):
     """the adapter's name in an export"""
     base: InPlace[str] = ""
     """folder of the frozen weights; empty: that of model.from"""
+    base_dtype: Literal["compute", "nf4"] = "compute"
+    """of the frozen weights. compute: that of train.precision. nf4: matrices of blocks in 4 bits,
+    with a scale for 64 weights (QLoRA, Dettmers et al. 2023)"""
     base_checksum: str = ""
     """of the frozen weights' files; another one is refused (planned)"""
     adapter: InPlace[str] = Field("", description="folder that lora.from names (planned)")

@@ -12,12 +12,14 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from holdfast.config.sections.base import Branch, Never, Section
+from holdfast.config.sections.base import Branch, InPlace, Never, Section
 from holdfast.config.sections.reference import ReferenceConfig
 
 NEXT_TOKEN = "next_token"
 
-Kind = Literal["next_token", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "grpo", "rloo", "ppo"]
+Kind = Literal[
+    "next_token", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill", "grpo", "rloo", "ppo"
+]
 DpoLoss = Literal[
     "sigmoid",
     "hinge",
@@ -47,6 +49,8 @@ class KindOfObjective:
     has_language_head: bool = True  # the vocabulary's head is used
     needs_reference: bool = False  # log-probabilities under the reference
     makes_rows: bool = False  # rows are completions, which the run generates (section rollout)
+    has_rows: bool = True  # a sample has several rows, which must not see each other
+    needs_all_logits: bool = False  # of a token, on one rank
 
 
 KINDS: Mapping[str, KindOfObjective] = {
@@ -93,6 +97,18 @@ KINDS: Mapping[str, KindOfObjective] = {
         has_score_head=True,
         makes_rows=True,
     ),
+    "distill": KindOfObjective(
+        {
+            "teacher": "",
+            "teacher_digest": "",
+            "top_k": 64,
+            "temperature": 1.0,
+            "alpha": 0.5,
+            "beta": 0.0,
+        },
+        has_rows=False,
+        needs_all_logits=True,
+    ),
 }
 
 
@@ -100,11 +116,12 @@ class ObjectiveConfig(Section):
     """What is minimised. Keys of another kind are refused."""
 
     kind: Never[Kind] = "next_token"
-    """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; policy
-    gradients: grpo, rloo, ppo"""
+    """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; distill, from a
+    teacher's likeliest tokens; policy gradients: grpo, rloo, ppo"""
     beta: Branch[float | None] = Field(None, ge=0)
     """dpo, ipo, kto: strength of the pull to the reference (0.1); simpo: scale of rewards (2.0);
-    orpo: weight of the odds ratio (0.1); grpo, rloo, ppo: weight of the KL to the reference (0)"""
+    orpo: weight of the odds ratio (0.1); distill: 0 is the forward KL, 1 the reverse one (0);
+    grpo, rloo, ppo: weight of the KL to the reference (0)"""
     loss_type: Branch[DpoLoss | GrpoLoss | None] = None
     """dpo: the loss of a pair (sigmoid); grpo: what divides a completion's sum (dapo: the tokens of
     the step; grpo: its own; dr_grpo: max_completion_length); names of TRL"""
@@ -141,6 +158,16 @@ class ObjectiveConfig(Section):
     vf_coef: Branch[float | None] = Field(None, ge=0)
     """ppo: weight of the loss of values (0.5)"""
 
+    teacher: InPlace[str | None] = None
+    """distill: folder of the teacher in Hugging Face form, with the vocabulary of the data"""
+    teacher_digest: Branch[str | None] = None
+    """distill: of the teacher's stored tokens (planned)"""
+    top_k: Branch[int | None] = Field(None, ge=1, le=1024)
+    """distill: likeliest tokens that are stored of each place (64)"""
+    temperature: Branch[float | None] = Field(None, gt=0)
+    """distill: both distributions are taken at it (1)"""
+    alpha: Branch[float | None] = Field(None, ge=0, le=1)
+    """distill: weight of the cross entropy, next to that of the divergence (0.5)"""
     reference: Never[ReferenceConfig] = ReferenceConfig()
 
     @property
@@ -205,6 +232,10 @@ class ObjectiveConfig(Section):
             yield from self._broken_dpo_rules()
         elif self.kind == "grpo":
             yield from self._broken_grpo_rules()
+        if self.kind == "distill" and not self.teacher:
+            yield "kind distill has no teacher: use teacher: FOLDER, in Hugging Face form"
+        if self.kind == "distill" and self.number("beta") > 1:
+            yield f"beta {self.beta} is above 1, the reverse KL: use beta 1"
         if self.kind in ("ipo", "simpo") and self.beta == 0:
             yield f"beta 0 divides by zero in {self.kind}: use {self.facts.defaults['beta']}"
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.config.sections.lora import ALL_LINEAR
+from holdfast.config.sections.lora import ALL_LINEAR, NF4
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.sharding.parameters import Init, Parameter, Uniform, Zeros, decoder_parameters
 from holdfast.core.sharding.sharding_table import Sharding, sharding_table
@@ -43,6 +43,12 @@ def adapted_layers(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int,
         for ours, (theirs, shape) in linear_layers(model).items()
         if any(is_target(target, (ours, theirs)) for target in lora.targets)
     }
+
+
+def packed_weights(model: ModelConfig, lora: LoraConfig) -> frozenset[str]:
+    """The names of the base's matrices that a worker keeps in 4 bits."""
+    layers = linear_layers(model) if lora.base_dtype == NF4 else {}
+    return frozenset(f"{layer}.weight" for layer in layers)
 
 
 def is_target(target: str, names: Iterable[str]) -> bool:

@@ -11,6 +11,8 @@ differ: bf16 computes on a copy of fp32 parameters, and sums gradients in fp32.
     zero 2          (4 Psi + 4 Psi/n) + (4 + 8) Psi/n   (2 Psi + 4 Psi/n) + (4 + 8) Psi/n
     zero 3          (4 + 4 + 8) Psi/n                   (4 + 4 + 8) Psi/n
 
+With `rollout.lag`, each step of lag is one copy more of what is trained, counted with the moments.
+
 With adapters (`lora`), Psi are theirs alone. The base is on each rank in full, in the dtype that is
 computed with.
 
@@ -23,10 +25,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.lora import NF4_BLOCK
+from holdfast.core.sharding.adapters import packed_weights
 from holdfast.core.sharding.optimizer_state import optimizer_rows
-from holdfast.core.sharding.parameters import EXPERTS, count_parameters
+from holdfast.core.sharding.parameters import EXPERTS, count_parameters, decoder_parameters
 from holdfast.core.sharding.run_table import run_parameter_table
 from holdfast.core.sharding.sharding_table import component_part, tp_part
 from holdfast.core.sharding.state_table import (
@@ -138,6 +143,8 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
     parameters += frozen_bytes(config)
+    if config.rollout.is_on:
+        moments += config.rollout.lag * state * cut  # older policies lie with what is trained
     masters = state * cut if mixed and zero == 1 else 0
     shards = state * cut if zero > 1 else 0
     return RankMemory(parameters, state * (whole if zero == 1 else cut), moments, masters, shards)
@@ -149,7 +156,10 @@ def frozen_bytes(config: RunConfig) -> int:
         return 0
     precision = config.train.precision
     item = 2 if precision in MIXED else ITEM_BYTES[STATE_DTYPE[precision]]
-    return item * count_parameters(config.model)
+    packed = packed_weights(config.model, config.lora)
+    rows = decoder_parameters(config.model)
+    small = sum(prod(row.shape) for row in rows if row.name in packed)
+    return item * (count_parameters(config.model) - small) + small // 2 + 4 * small // NF4_BLOCK
 
 
 def _elements(table: Iterable[TensorSpec], replica: Replica, at: Coordinate) -> int:

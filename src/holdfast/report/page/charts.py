@@ -122,7 +122,9 @@ def _curve_axes(history: History, frame: _CurveFrame) -> str:
         parts.append(text(x(value), frame.bottom + 18, format_count(round(value)), class_="mid"))
     parts.append(text(right, frame.bottom + 32, "steps", class_="end"))
     parts.append(_token_axis(history.steps, frame))
-    label = "nats per token" if history.unit == "tokens" else "loss per sample"
+    label = "nats per token"
+    if history.unit != "tokens":
+        label = f"loss per {history.unit.removesuffix('s')}"
     parts.append(text(0, 12, label))
     parts.append(line(left, frame.bottom, right, frame.bottom, class_="axis"))
     return "".join(parts)

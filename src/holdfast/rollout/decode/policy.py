@@ -8,7 +8,7 @@ says which kernels keep the bits, and what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from holdfast.model.feed_forward import Linear
 from holdfast.model.generate import nucleus, refuse_sampling
 from holdfast.model.lora import add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
+from holdfast.rollout.decode.source import CompletionSource
 from holdfast.rollout.messages import Completion, CompletionRequest, Finish, Sampling
 
 PREFILL = 32  # tokens of a prompt that are read together
@@ -59,7 +60,7 @@ class _Slot:
         return Completion(request.key, tuple(self.tokens), tuple(self.logps), finish)
 
 
-class PolicyDecoder:
+class PolicyDecoder(CompletionSource):
     """A decoder that generates the completions of requests.
 
     Args:
@@ -120,29 +121,14 @@ class PolicyDecoder:
         self._forget()
 
     @property
+    def slots(self) -> int:
+        """Completions that are generated at a time."""
+        return len(self._slots)
+
+    @property
     def free(self) -> int:
         """Slots without a completion."""
         return sum(slot.request is None for slot in self._slots)
-
-    def generate(
-        self, requests: Iterable[CompletionRequest], run_seed: int
-    ) -> Iterator[Completion]:
-        """Yield the completion of each request, in the order in which they end. Requests are taken
-        as slots become free."""
-        waiting = iter(requests)
-        try:
-            more = True
-            while True:
-                while more and self.free:
-                    request = next(waiting, None)
-                    more = request is not None
-                    if request is not None and (ended := self.start(request, run_seed)):
-                        yield ended
-                if self.free == len(self._slots):
-                    return
-                yield from self.step()
-        finally:
-            self.cancel()
 
     def cancel(self) -> None:
         """Drop the completions that are under way."""

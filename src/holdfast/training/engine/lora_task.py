@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
-from holdfast.core.sharding.adapters import adapted_layers, refuse_bare_stage
+from holdfast.core.sharding.adapters import adapted_layers, packed_weights, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
-from holdfast.model.lora import add_adapters, set_base
+from holdfast.model.lora import adapters_off, add_adapters, set_base
+from holdfast.model.nf4 import Nf4Weight
 from holdfast.model.peft_folder import read_adapter
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -37,7 +38,10 @@ from holdfast.training.engine.task import (
     open_weights,
 )
 from holdfast.training.objectives.protocol import Side
+from holdfast.training.objectives.weights import ADDED
 from holdfast.training.optimizers.make_optimizer import UserParts
+
+REFERENCE = "reference"
 
 
 def _keyed_arguments(batch: Any) -> tuple[Any, ...]:
@@ -62,8 +66,37 @@ class LoraObjective(NextTokenObjective):
     ) -> Tensor:
         """As `NextTokenObjective.forward`. key: the seed of the microbatch; None: there is no
         dropout, or there are no gradients."""
+        needs_base = incoming is None and part is None and self.needs_base(side)
+        if needs_base and self.decoder.norm is not None:  # one stage has all of it
+            base = self.base_forward(tokens, targets, documents)
+            side = {**side, REFERENCE: base}
         self.decoder.before_block = None if key is None else partial(_begin_block, key)
         return super().forward(tokens, targets, documents, side, incoming, part)
+
+    def needs_base(self, side: Side) -> bool:
+        """Return True if the loss needs log-probabilities of the base, and `side` has none."""
+        return self.loss is not None and REFERENCE in self.loss.needs and REFERENCE not in side
+
+    @torch.no_grad()
+    def base_forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        incoming: Tensor | None = None,
+        part: StagePart | None = None,
+    ) -> Tensor:
+        """Run a stage without its adapters. The last one returns the log-probabilities of targets
+        under the base [B, S]."""
+        self.decoder.before_block = None
+        self.gives_log_probabilities = True
+        try:
+            with adapters_off(self.decoder):
+                return NextTokenObjective.forward(
+                    self, tokens, targets, documents, NO_SIDE, incoming, part
+                )
+        finally:
+            self.gives_log_probabilities = False
 
 
 def _begin_block(key: int, position: int) -> None:
@@ -74,6 +107,7 @@ class LoraTask(DecoderTask):
     """Adapters of the decoder, trained to predict the next token."""
 
     objective_class = LoraObjective
+    added_sides = ADDED | {REFERENCE}  # the base is the reference
     arguments = staticmethod(_keyed_arguments)
 
     def __init__(
@@ -85,7 +119,7 @@ class LoraTask(DecoderTask):
         super().__init__(config, user_parts, open_source)
         self._compute = Precision.of(config.train.precision).compute
         self._boxes: Mapping[str, Box] = {}  # what this rank has of the base
-        self._base: dict[Box, Tensor] = {}
+        self._base: dict[Box, Tensor | Nf4Weight] = {}
 
     def objective(self, groups: ProcessGroups) -> NextTokenObjective:
         """The rank's part of the decoder, whose parameters are its adapters. Raises ConfigError."""
@@ -109,10 +143,15 @@ class LoraTask(DecoderTask):
         if self._base.keys() != set(self._boxes.values()):
             model, lora = self._config.model, self._config.lora
             folder = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
-            self._base = {
-                box: folder.box(name, box.offsets, box.lengths).to(device, self._compute, copy=True)
-                for name, box in self._boxes.items()
-            }
+            packed = packed_weights(model, lora)
+            self._base = {}
+            for name, box in self._boxes.items():
+                value = folder.box(name, box.offsets, box.lengths)
+                self._base[box] = (
+                    Nf4Weight.of(value.to(device), self._compute)
+                    if name in packed
+                    else value.to(device, self._compute, copy=True)
+                )
         values = {name: self._base[box] for name, box in self._boxes.items()}
         set_base(cast(LoraObjective, objective).decoder, values)
 

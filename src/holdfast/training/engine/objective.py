@@ -27,6 +27,7 @@ from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.context import ContextParallel, TokenShare
 from holdfast.parallel.axes.tensor_parallel import TensorParallel
 from holdfast.parallel.axes.vocab_parallel import VocabularySoftmax
+from holdfast.training.objectives.distill import IDS, LOGPS, Distill
 from holdfast.training.objectives.protocol import Objective, Side
 from holdfast.training.objectives.rows import IGNORED_TARGET as IGNORED_TARGET
 
@@ -49,7 +50,8 @@ class NextTokenObjective(nn.Module):
 
     loss: a function of log-probabilities instead of the next token's cross entropy
     (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
-    vector. temperature: the logits of such a loss are divided by it.
+    vector. temperature: the logits of such a loss are divided by it. gives_log_probabilities: the
+    forward returns those of the targets instead [B, S].
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
@@ -65,6 +67,7 @@ class NextTokenObjective(nn.Module):
     ):
         super().__init__()
         self._chunk, self.loss, self.temperature = chunk, loss, 1.0
+        self.gives_log_probabilities = False
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -112,6 +115,10 @@ class NextTokenObjective(nn.Module):
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
+        if self.gives_log_probabilities:
+            return self._log_probabilities(hidden, targets)[0]
+        if isinstance(self.loss, Distill):
+            return self._loss_of_logits(self.loss, hidden, targets, side)
         if self.loss is not None:
             return self._loss_of(self.loss, hidden, targets, documents, side)
         ids, scale = targets.flatten(), None
@@ -195,6 +202,48 @@ class NextTokenObjective(nn.Module):
         if values is not None:
             carrier = carrier + (values * slopes.pop()).sum(dtype=torch.float64)
         out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
+        return out
+
+    def _loss_of_logits(
+        self, objective: Distill, hidden: Tensor, targets: Tensor, side: Side
+    ) -> Tensor:
+        """The same of an objective that reads logits. It has one pass of the head: the gradient
+        with respect to a chunk's logits is found with its losses."""
+        flat = targets.flatten()
+        empty = flat.new_zeros(len(flat), 1)  # if the microbatch is skipped
+        ids, logps = (side[n].flatten(0, 1) if n in side else empty for n in (IDS, LOGPS))
+        totals = {name: torch.zeros_like(flat[:1], dtype=torch.float64) for name in objective.names}
+
+        def losses(logits: Tensor, at: Tensor) -> Tensor:
+            found = objective.of_logits(logits.to(wide), flat[at], ids[at], logps[at])
+            for name, part in found.parts.items():
+                totals[name] += part.detach().sum(dtype=torch.float64)
+            return found.total
+
+        def slope(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                leaf = logits.detach().requires_grad_()
+                found = losses(leaf, at)
+                (gradient,) = torch.autograd.grad(found.sum(), leaf)
+            return found.detach(), gradient
+
+        model, wide = self.decoder.config, _wide_dtype(hidden.dtype)
+        cap = model.logit_softcap
+        head = _Head(
+            needs_gradients=torch.is_grad_enabled() and hidden.requires_grad,
+            trains_weight=self.decoder.head_weight.requires_grad,
+            rows=model.vocab_size,
+            chunk=device_kind(hidden.device.type).chunk_tokens(model.vocab_size, self._chunk),
+            losses=_softcapped_losses(losses, cap) if cap else losses,
+            slope=_softcapped_slope(slope, cap) if cap else slope,
+        )
+        places = torch.arange(len(flat), device=flat.device)
+        rows = hidden.flatten(0, 1), self.decoder.head_weight, places
+        total: Tensor = _LinearCrossEntropy.apply(*rows, None, head)  # type: ignore[no-untyped-call]
+        count = (flat != IGNORED_TARGET).sum(dtype=torch.float64)
+        words = [word for name in objective.names for word in (totals[name][0], count)]
+        said = torch.stack([total.detach(), *words])
+        out: Tensor = _Reported.apply(total, said)  # type: ignore[no-untyped-call]
         return out
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ from math import isfinite
 
 from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.errors import ConfigError
+from holdfast.training.objectives.distill import Distill
 from holdfast.training.objectives.policy import Grpo, Ppo, Rloo
 from holdfast.training.objectives.preference import Dpo, Ipo, Kto, Orpo, Reward, Simpo, identity
 from holdfast.training.objectives.protocol import Combine, Objective
@@ -20,6 +21,7 @@ OBJECTIVES: Mapping[str, MakeObjective] = {
     "orpo": Orpo,
     "kto": Kto,
     "reward": Reward,
+    "distill": Distill,
     "grpo": Grpo,
     "rloo": Rloo,
     "ppo": Ppo,
