@@ -214,6 +214,11 @@ def pair_row(seed: int, number: int) -> dict[str, Any]:
     }
 
 
+def reply_row(task: Task) -> dict[str, Any]:
+    """A question with the right short answer."""
+    return {"messages": [_user(task.question), _reply(task.answer)]}
+
+
 def prompt_row(task: Task) -> dict[str, Any]:
     return {"prompt": [_user(task.question)], "answer": task.answer, "skill": task.skill}
 
