@@ -75,11 +75,12 @@ class Runner:
 
     def __init__(self, stage: Stage, folder: Path):
         self.stage, self.folder = stage, folder
-        self.killed: list[str] = []
+        self._file = RUNS / f"{stage.name}.killed.json"  # of earlier starts, too
+        self.killed: list[str] = json.loads(self._file.read_text()) if self._file.is_file() else []
         self._words = ["train", str(HERE / f"{stage.name}.yaml")]
 
     def run(self, with_kills: bool) -> None:
-        left = list(self.stage.kills) if with_kills else []
+        left = list(self.stage.kills)[len(self.killed) :] if with_kills else []
         while True:
             process = _start(*self._words)
             over, ended_agent = threading.Event(), threading.Event()
@@ -115,6 +116,7 @@ class Runner:
                     ended_agent.set()
                 os.kill(pids[-1], signal.SIGKILL)
                 self.killed.append(f"{kill.role} after step {step}")
+                self._file.write_text(json.dumps(self.killed))
                 print(f"step {step}: killed the {kill.role} (process {pids[-1]})", flush=True)
             if kill.role == "agent":
                 return
@@ -122,7 +124,7 @@ class Runner:
 
 def _steps(folder: Path) -> Iterator[int]:
     if folder.is_dir():
-        with suppress(holdfast.UserError, OSError):
+        with suppress(Exception):
             yield from (r["step"] for r in holdfast.journal(folder) if r["kind"] == "step_done")
 
 
@@ -155,27 +157,33 @@ def run_stage(stage: Stage, with_kills: bool) -> dict[str, Any]:
         print(f"{stage.name}: done by an earlier start", flush=True)
         row: dict[str, Any] = json.loads(row_file.read_text())
         return row
-    begun, folder = time.monotonic(), RUNS / stage.name
+    folder = RUNS / stage.name
     if stage.name == "distil":
         write_lessons()
     runner = Runner(stage, folder)
     runner.run(with_kills)
     shutil.rmtree(model, ignore_errors=True)
     _command("export", folder, "--to", model)
-    trained = time.monotonic() - begun
     scores = judge(model, RUNS / "world" / "held_out.jsonl")
     _command("report", folder)
     evaluated = [r for r in holdfast.journal(folder) if r["kind"] == "evaluated"]
     row = {
         "stage": stage.name,
         "teaches": stage.teaches,
-        "seconds": trained,
+        "seconds": _trained_seconds(folder),
         "killed": runner.killed,
         "bits_per_byte": evaluated[-1]["bits_per_byte"] if evaluated else None,
         "scores": {score.skill: [score.right, score.asked] for score in scores},
     }
     row_file.write_text(json.dumps(row, indent=1) + "\n")
     return row
+
+
+def _trained_seconds(folder: Path) -> float:
+    """Seconds in which the run was at work, over all its starts."""
+    words = [sys.executable, "-m", "holdfast.cli.main", "report", str(folder), "--json"]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+    return float(found["wall_seconds"] - found["seconds_by_class"].get("stopped", 0.0))
 
 
 def write_lessons() -> None:
@@ -208,7 +216,8 @@ def write_page(rows: list[dict[str, Any]], floor: float, seconds: float) -> Path
         body.append("<tr>" + "".join(f"<{kind}>{html.escape(c)}</{kind}>" for c in cells) + "</tr>")
     measured = rows[0]["bits_per_byte"]
     links = "".join(
-        f'<li><a href="{row["stage"]}/report.html">{row["stage"]}</a>: {html.escape(row["teaches"])}'
+        f'<li><a href="{row["stage"]}/report.html">{row["stage"]}</a>: '
+        f"{html.escape(row['teaches'])}"
         for row in rows
     )
     page = RUNS / "chain.html"
