@@ -110,7 +110,7 @@ SHARES = {"copy": 1, "reverse": 2, "sort": 2, "count": 3, "sum": 4, "compare": 3
 
 @cache
 def tasks(skill: str, held_out: bool) -> tuple[Task, ...]:
-    """All tasks of a skill that are held out, or all others."""
+    """All tasks of a skill that are held out, or all that are not."""
     return tuple(
         Task(skill, question, answer)
         for question, answer in SKILLS[skill]()
