@@ -245,6 +245,8 @@ class RunConfig(Section):
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
             )
+        if kind == "distill" and self.lora.rank:
+            yield "objective.kind distill has not been tried with adapters: use lora.rank 0"
         if self.objective.reference.model and self.lora.rank:
             yield (
                 "with adapters the base is the reference, and objective.reference.model names "

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.data.stream.reference import TEACHER_IDS as IDS
+from holdfast.data.stream.reference import TEACHER_LOGPS as LOGPS
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
 from holdfast.training.engine.objective import NextTokenObjective
-from holdfast.training.objectives.distill import IDS, LOGPS
 from holdfast.training.objectives.registry import make_objective
 
 VOCABULARY = 24
@@ -66,7 +67,7 @@ def test_loss_and_gradients(
     top_k: int, beta: float, temperature: float, alpha: float, softcap: float
 ) -> None:
     how = {"top_k": top_k, "beta": beta, "temperature": temperature, "alpha": alpha}
-    config = ObjectiveConfig.model_validate({"kind": "distill", "teacher": "t", **how})
+    config = ObjectiveConfig.model_validate({"kind": "distill", "reference": {"model": "t"}, **how})
     decoder = made_decoder(softcap)
     draw = torch.Generator().manual_seed(5)
     tokens, targets = torch.randint(0, VOCABULARY, (2, 3, 9), generator=draw)

@@ -52,7 +52,7 @@ LATER_KEYS = frozenset(
         "objective": (
             *("kind", "beta", "loss_type", "label_smoothing", "discopop_tau", "simpo_gamma"),
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
-            *("center_rewards_coefficient", "teacher_digest", "top_k", "temperature", "alpha"),
+            *("center_rewards_coefficient", "top_k", "temperature", "alpha"),
         ),
         "objective.reference": ("checksum", "key"),
         "model": (
