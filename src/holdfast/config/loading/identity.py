@@ -55,7 +55,7 @@ LATER_KEYS = frozenset(
             *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
             *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
             "vf_coef",
-            *("teacher_digest", "top_k", "temperature", "alpha"),
+            *("top_k", "temperature", "alpha"),
         ),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),

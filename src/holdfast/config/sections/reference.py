@@ -1,4 +1,5 @@
-"""The section `objective.reference`: the model that a preference loss compares with."""
+"""The section `objective.reference`: the model that a preference loss compares with, or the
+teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ class ReferenceConfig(Section):
     next to the dataset."""
 
     model: InPlace[str] = ""
-    """folder in Hugging Face form; empty: the weights that the run begins with"""
+    """folder in Hugging Face form; empty: the weights that the run begins with. distill: the
+    teacher, of any shape, with the vocabulary of the data"""
     checksum: InPlace[str] = ""
     """of its weights; other ones are refused (planned)"""
     key: InPlace[str] = ""
