@@ -159,6 +159,11 @@ class RunConfig(Section):
                 f"{rollout.samples} does not divide it: use "
                 f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
             )
+        if self.objective.kind in ("grpo", "rloo") and rollout.samples < 2:
+            yield (
+                f"rollout.samples {rollout.samples} leaves objective.kind {self.objective.kind} "
+                "nothing to compare a completion with: use 2 or more"
+            )
         if self.model.logit_softcap and rollout.temperature not in (0, 1):
             yield (
                 f"rollout.temperature {rollout.temperature} divides logits that "
@@ -174,11 +179,6 @@ class RunConfig(Section):
             yield (
                 f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
                 f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
-            )
-        elif self.objective.kind == "grpo" and self.objective.text("scale_rewards") == "batch":
-            yield (
-                "objective.scale_rewards batch needs the rewards of all groups of a step, and each "
-                "trainer reads its own: use group or none"
             )
         elif self.objective.number("beta") and not (
             self.lora.rank and self.objective.kind != "rloo"

@@ -34,6 +34,7 @@ DpoLoss = Literal[
     "sigmoid_norm",
 ]
 GrpoLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+LossType = Literal[DpoLoss, GrpoLoss]
 _CLIPPED: dict[str, float | str] = {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.0}
 """Keys of all policy gradients. epsilon_high 0: epsilon."""
 
@@ -116,7 +117,7 @@ class ObjectiveConfig(Section):
     """dpo, ipo, kto: strength of the pull to the reference (0.1); simpo: scale of rewards (2.0);
     orpo: weight of the odds ratio (0.1); distill: 0 is the forward KL, 1 the reverse one (0);
     grpo, rloo, ppo: weight of the KL to the reference (0)"""
-    loss_type: Branch[DpoLoss | GrpoLoss | None] = None
+    loss_type: Branch[LossType | None] = None
     """dpo: the loss of a pair (sigmoid); grpo: what divides a completion's sum (dapo: the tokens of
     the step; grpo: its own; dr_grpo: max_completion_length); names of TRL"""
     label_smoothing: Branch[float | None] = Field(None, ge=0, lt=1)

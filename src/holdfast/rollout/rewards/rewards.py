@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -178,9 +179,9 @@ class _Match:
 
 
 def _as_number(value: Any, prompt: Prompt, where: str) -> float:
-    is_number = isinstance(value, int | float)
-    if is_number and math.isfinite(value):
-        return float(value)
+    with suppress(OverflowError):  # of a whole number without end
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
     what = repr(value)
     raise RewardError(
         f"the reward of prompt {prompt.number} ({prompt.where}) is "
