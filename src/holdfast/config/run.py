@@ -262,6 +262,8 @@ class RunConfig(Section):
                 f"lora.from begins with adapters, and the reference of objective.kind {kind} is "
                 "the base without them: use model.from with a folder into which they are merged"
             )
+        if kind == "distill" and self.lora.rank:
+            yield "objective.kind distill has not been tried with adapters: use lora.rank 0"
         if self.objective.reference.model and self.lora.rank:
             yield (
                 "with adapters the base is the reference, and objective.reference.model names "

@@ -34,6 +34,7 @@ METRICS = (
     *("completions/mean_length", "completions/clipped_ratio", "value_loss", "value_clip_ratio"),
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+    *("cross_entropy", "divergence"),
 )
 """What steps report: loss, norm, and the sums of all objectives."""
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -63,7 +63,7 @@ def group_std(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return RLOO's advantages: each reward minus the mean of the others of its group.
+    """Return RLOO's advantages: each reward minus the mean of the rest of its group.
 
     Args:
         rewards: [prompts, samples], minus beta times the row's KL if beta is above 0.

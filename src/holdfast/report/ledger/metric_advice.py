@@ -12,7 +12,7 @@ NEWEST = 20
 
 @dataclass(frozen=True)
 class HealthyRange:
-    """Where a metric is usually well. Advice alone; the ranges are those of axolotl."""
+    """The range in which a metric is usually well, as axolotl names it. It is advice alone."""
 
     low: float | None = None
     high: float | None = None

@@ -191,5 +191,4 @@ def step_values(record: Record, event: StepDone | Evaluated) -> dict[str, float]
         values[f"time/{event.unit}_per_second"] = event.tokens / event.seconds
     for kind, (_, exposed) in event.exchanges.items():
         values[f"time/exposed_{kind}_seconds"] = exposed
-    values |= {f"train/{name}": mean for name, mean in event.metrics.items()}
     return values | {f"time/{name}_seconds": seconds for name, seconds in event.phases.items()}
