@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.config.loading.load import resolve_config
 from holdfast.data.read.weight_files import weights_checksum
 from holdfast.data.stream.batch import ValidationSet
 from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.errors import ConfigError, DataError
 from holdfast.training.engine.lora_task import LoraTask
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.task import DecoderTask
@@ -255,3 +257,37 @@ def test_a_lost_replica_changes_no_bit_of_losses_and_metrics(when: str, victim: 
         for what, step, numbers in value["events"]:
             assert what == "fed" or numbers == alone["curve"][str(step)]
     assert len(alone["curve"]["1"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("objective.kind=reward objective.beta=1", "beta is a key of dpo"),
+        ("objective.kind=dpo layout.cp=2", "layout.cp cuts them; use layout.cp 1"),
+        ("objective.kind=dpo layout.pp=2 layout.schedule=pipedream", "use layout.schedule 1f1b"),
+        ("objective.kind=dpo data.chat.weights=true", "use data.chat.weights: false"),
+        ("objective.kind=ipo objective.beta=0", "divides by zero in ipo"),
+        ("objective.kind=dpo objective.loss_type=hinge objective.label_smoothing=0.1", "no effect"),
+        ("objective.kind=dpo objective.loss_type=exo_pair", "takes the logarithm"),
+        ("objective.kind=next_token model.score_head=only", "use model.score_head: none"),
+        ("objective.kind=nonsense", "is 'nonsense', not one of next_token"),
+    ],
+)
+def test_what_an_objective_does_not_go_with_is_refused(keys: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve_config("data: {attention: document}", "run.yaml", keys.split())
+
+
+def test_a_row_without_its_side_tensor_is_refused() -> None:
+    config = _config("kto")
+    read = preference_rows(1, 0, 4, VOCABULARY, LENGTH)
+    with pytest.raises(DataError, match="needs 'label' of each row"):
+        loaded(replace(read, side={"reference": read.side["reference"]}), DecoderTask(config))
+
+
+def test_the_score_head_follows_from_the_kind() -> None:
+    found = resolve_config(
+        None, "command line", ["objective.kind=reward", "data.attention=document"]
+    )
+    assert found.config.model.score_head == "only"
+    assert str(found.origins["model.score_head"]) == "planned (objective.kind reward)"

@@ -158,13 +158,15 @@ class LoraTask(DecoderTask):
 
     def initial_values(self, seed: int) -> InitialBox:
         """Those of the folder that the run continues, or new ones."""
-        lora = self._config.lora
-        if not lora.adapter:
-            return super().initial_values(seed)
+        model, lora = self._config.model, self._config.lora
         given, new = dict[str, Tensor](), super().initial_values(seed)
 
         def value(row: Parameter, box: Box) -> Tensor:
-            if row.name == SCORE:  # no adapter that can be continued has one
+            if row.name == SCORE:  # that of the base, if it is a reward model
+                base = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
+                has_one = SCORE in base
+                return base.box(SCORE, box.offsets, box.lengths) if has_one else new(row, box)
+            if not lora.adapter:
                 return new(row, box)
             if not given:
                 folder = Path(lora.adapter)

@@ -501,7 +501,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 def _entropies(logits: Tensor) -> Tensor:
     """logits: [c, V] -> [c], in nats"""
     log_p = _log_softmax(logits)
-    return -(log_p.exp() * log_p).sum(-1)
+    return -log_p.exp().mul_(log_p).sum(-1)
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:
