@@ -27,7 +27,6 @@ from tests.runtime.data.test_preferences import pairs
 from tests.support.chat import tokenizer_folder, write_rows
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart, start, within
-from tests.support.processes import children_of
 from tests.support.ranks import wait_until
 
 FAULTS = int(os.environ.get("HOLDFAST_FAULTS", "50"))
@@ -128,15 +127,24 @@ class Attacked:
             self.counts[role] += 1
             self.start()
             return
-        agent = self.process.pid
-        servers = children_of(agent, MODULES["fork server"])
-        found = children_of(agent, MODULES["mover"]) if role == "mover" else servers
-        if role == "worker":
-            found = [child for server in servers for child in server.children()]
-        if found:
-            with suppress(psutil.NoSuchProcess):
-                self.chooser.choice(found).send_signal(signal.SIGKILL)
-                self.counts[role] += 1
+        wait_until(lambda: self.is_over() or self.processes(role), DEADLINE, f"a {role}")
+        with suppress(psutil.NoSuchProcess):
+            self.chooser.choice(self.processes(role)).send_signal(signal.SIGKILL)
+            self.counts[role] += 1
+
+    def processes(self, role: str) -> list[psutil.Process]:
+        """Those of a role that is no agent; workers are children of the fork server."""
+        with suppress(psutil.NoSuchProcess):
+            module = MODULES["mover" if role == "mover" else "fork server"]
+            found = [
+                child
+                for child in psutil.Process(self.process.pid).children()
+                if module in " ".join(child.cmdline())
+            ]
+            if role != "worker":
+                return found
+            return [child for server in found for child in server.children()]
+        return []
 
     def resize(self, replicas: int) -> None:
         """Ask the run to leave, and continue it with another number of replicas."""
@@ -172,13 +180,15 @@ def test_random_kills_change_no_bit(tmp_path: Path, kind: str) -> None:
             "the first work",
         )
         run.kill("worker")
+        roles: list[str] = []
         for fault in range(1, FAULTS):
+            roles = roles or chooser.sample(ROLES, len(ROLES))
             place = fault * len(REPLICAS) // FAULTS
             if REPLICAS[place] != run.replicas:
                 run.resize(REPLICAS[place])
             if not run.wait_for_step(run.newest_step() + chooser.randint(1, 4)):
                 break
-            run.kill(chooser.choice(ROLES))
+            run.kill(roles.pop())
         ended = run.end()
     finally:
         run.process.kill()
