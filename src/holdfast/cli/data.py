@@ -140,6 +140,34 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
 
 
 @app.command()
+def teach(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
+    """Store the likeliest tokens of a run's teacher next to its dataset.
+
+    For objective.kind distill. If it is killed half-way, the same command resumes. The complete
+    teacher is held in memory.
+
+    \b
+    Example:
+      holdfast data teach student.yaml
+    """
+    from holdfast.export.teacher import store_teacher
+
+    given = overrides or []
+    loaded = load_config(run_file, given)
+    dataset = _prepared(_decoder_config(run_file, given, "data teach"), run_file, given)
+
+    def show(done: int, count: int) -> None:
+        if not json:
+            say(f"teacher: {done} of {count} pieces")
+
+    place, digest = store_teacher(loaded, dataset, show)
+    if json:
+        print_json({"folder": place, "digest": digest})
+    else:
+        say(f"the teacher's tokens are stored: {place}")
+
+
+@app.command()
 def audit(run: RunArgument, json: Json = False) -> int:
     """Prove that a run used each sample exactly once.
 

@@ -77,8 +77,7 @@ def export(
         Names | None, typer.Option(help="of the parameters (dcp); none: holdfast")
     ] = None,
     quantize: Annotated[
-        Quantize | None,
-        typer.Option(help="round the weights of blocks (hf); int4 as train.qat rounds them"),
+        Quantize | None, typer.Option(help="round the weights of blocks (hf)")
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")

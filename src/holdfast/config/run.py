@@ -257,6 +257,13 @@ class RunConfig(Section):
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
             )
+        if self.lora.adapter and self.objective.facts.needs_reference:
+            yield (
+                f"lora.from begins with adapters, and the reference of objective.kind {kind} is "
+                "the base without them: use model.from with a folder into which they are merged"
+            )
+        if kind == "distill" and self.lora.rank:
+            yield "objective.kind distill has not been tried with adapters: use lora.rank 0"
         if self.objective.reference.model and self.lora.rank:
             yield (
                 "with adapters the base is the reference, and objective.reference.model names "
@@ -266,11 +273,6 @@ class RunConfig(Section):
             yield (
                 f"objective.kind {kind} gives each target a weight of its own: use "
                 "data.chat.weights: false"
-            )
-        if self.lora.rank and needed != "none":
-            yield (
-                f"objective.kind {kind} trains a score head, and adapters are all that a run "
-                f"with lora.rank {self.lora.rank} trains: use lora.rank 0"
             )
         experts = self.model.experts
         if experts is not None and experts.has_loss:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.sharding.adapters import DOWN, UP
+from holdfast.core.sharding.parameters import SCORE
 from holdfast.model.feed_forward import Linear
 from holdfast.model.nf4 import Nf4Weight
 
@@ -65,7 +66,9 @@ def add_adapters(
         assert isinstance(base, nn.Linear)
         how = lora.rank, lora.scale, lora.dropout, first_inputs.get(name, 0)
         setattr(module.get_submodule(parent), key, LoraLinear(base, *how))
-    for part in module.modules():
+    for name, part in module.named_modules():
+        if f"{name}.weight" == SCORE:  # it is trained
+            continue
         for key, parameter in list(part._parameters.items()):
             if parameter is not None and key not in (DOWN, UP):
                 del part._parameters[key]

@@ -21,6 +21,7 @@ from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.stored_weights import PREFIX, check_adapter
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers
+from holdfast.core.sharding.parameters import SCORE
 from holdfast.errors import ModelFolderError
 from holdfast.model.new_folder import new_folder
 
@@ -74,7 +75,12 @@ def write_adapter(
         if len(downs) > 1:  # the same scale, by a larger rank
             ranks[theirs] = lora.rank * len(downs)
             alphas[theirs] = config["lora_alpha"] * len(downs)
-    patterns = {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
+    patterns: dict[str, Any] = {}
+    if ranks:
+        patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    if not model.has_language_head:
+        named[f"{PREFIX}{SCORE}"] = tensors[SCORE]
+        patterns |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     _write(folder, named, config | patterns, version)
 
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor
 
+from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.reference import MANIFEST, ReferenceOrigin
+from holdfast.data.stream.reference import TEACHER_IDS as IDS
+from holdfast.data.stream.reference import TEACHER_LOGPS as LOGPS
+from holdfast.data.stream.verify import find_problems
+from holdfast.errors import DataError
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
+from holdfast.training.compress.teach import teach
 from holdfast.training.engine.objective import NextTokenObjective
-from holdfast.training.objectives.distill import IDS, LOGPS
 from holdfast.training.objectives.registry import make_objective
+from tests.support import corpus, models
+from tests.support.marks import in_campaign
 
 VOCABULARY = 24
 SHAPE = {"layers": 2, "dim": 8, "heads": 2, "kv_heads": 1, "ffn_dim": 16}
@@ -57,7 +70,7 @@ def expected_loss(
     return how["alpha"] * entropy + (1 - how["alpha"]) * divergence
 
 
-@pytest.mark.parametrize("top_k", [VOCABULARY, 5])
+@pytest.mark.parametrize("top_k", [in_campaign(VOCABULARY), 5])
 @pytest.mark.parametrize(
     ("beta", "temperature", "alpha", "softcap"),
     [(0.0, 1.0, 0.5, 0.0), (1.0, 2.0, 0.0, 3.0), (0.3, 0.7, 0.9, 0.0)],
@@ -66,7 +79,7 @@ def test_loss_and_gradients(
     top_k: int, beta: float, temperature: float, alpha: float, softcap: float
 ) -> None:
     how = {"top_k": top_k, "beta": beta, "temperature": temperature, "alpha": alpha}
-    config = ObjectiveConfig.model_validate({"kind": "distill", "teacher": "t", **how})
+    config = ObjectiveConfig.model_validate({"kind": "distill", "reference": {"model": "t"}, **how})
     decoder = made_decoder(softcap)
     draw = torch.Generator().manual_seed(5)
     tokens, targets = torch.randint(0, VOCABULARY, (2, 3, 9), generator=draw)
@@ -90,3 +103,64 @@ def test_loss_and_gradients(
     assert alpha * entropy + (1 - alpha) * divergence == pytest.approx(float(said[0]), rel=1e-12)
     blank = objective(tokens, torch.full_like(targets, -100), None, {})
     assert blank.tolist() == [0.0] * 5
+
+
+def test_a_teachers_tokens_are_stored_once(tmp_path: Path) -> None:
+    """Three pieces; a piece that is lost or damaged is computed again, and has the same bytes."""
+    source = corpus.text_source(corpus.text_folder(tmp_path / "texts", 6, 9000))
+    config = corpus.data_config(tmp_path / "data", source, sequence_length=64)
+    dataset = corpus.make(config)
+    origin = ReferenceOrigin(dataset.version, "0" * 32, "fp32", "any", 64, "drop")
+    key = origin.teacher_key(4, 2.0)
+    read = Batches(dataset, config, corpus.train_config(), 1, reference=key)
+    store = read.reference
+    assert store is not None
+    with pytest.raises(DataError, match=r"a teacher's tokens cannot be read.*holdfast data teach"):
+        read.microbatch(1, 0)
+    model = models.config(vocab_size=dataset.vocab_size)
+    teacher = models.lively(model)
+    said: list[tuple[int, int]] = []
+    digest = teach(teacher, read, 2.0, "cpu", lambda *pieces: said.append(pieces))
+    count = len(store.pieces)
+    assert count > 1
+    assert said == [(number, count) for number in range(1, count + 1)]
+
+    batch = read.microbatch(1, 0)
+    with torch.no_grad():
+        logps = (teacher(torch.from_numpy(batch.inputs)).float() / 2.0).log_softmax(-1)
+    values, ids = logps.topk(4)
+    assert torch.equal(torch.from_numpy(batch.side[IDS]).long(), ids)
+    assert torch.allclose(torch.from_numpy(batch.side[LOGPS]), values, atol=1e-6)
+    start, stop = read.positions(1, 0)
+    assert read.hash_of(start, stop) == batch.entries[0]["hash"]
+
+    before = store.path(1).read_bytes()
+    damaged = bytearray(before)
+    damaged[-3] ^= 1
+    store.path(1).write_bytes(damaged)
+    assert any("piece-00001" in problem for problem in find_problems(dataset))
+    (store.folder / MANIFEST).unlink()
+    assert store.present() == [True, False] + [True] * (count - 2)
+    assert teach(teacher, read, 2.0, "cpu", lambda *pieces: None) == digest
+    assert store.path(1).read_bytes() == before
+    assert find_problems(dataset) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"objective": {"kind": "distill"}}, "kind distill has no teacher: use reference"),
+        ({"layout": {"tp": 2}}, "needs all logits of a token, and layout.tp cuts them"),
+        ({"objective": {"beta": 2}}, "beta 2.0 is above 1, the reverse KL: use beta 1"),
+        ({"objective": {"loss_type": "hinge"}}, "loss_type is a key of dpo"),
+        ({"lora": {"rank": 2}}, "distill has not been tried with adapters"),
+    ],
+)
+def test_what_does_not_fit(changes: dict[str, Any], says: str) -> None:
+    objective = {"kind": "distill", "reference": {"model": "teacher"}}
+    given: dict[str, Any] = {"model": {"preset": "tiny", "vocab_size": 64}, "objective": objective}
+    for section, values in changes.items():
+        whole = section == "objective" and values == {"kind": "distill"}
+        given[section] = values if whole else {**given.get(section, {}), **values}
+    with pytest.raises(ValidationError, match=says):
+        RunConfig.model_validate(given)

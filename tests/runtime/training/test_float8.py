@@ -1,7 +1,6 @@
 """float8 products (`train.precision: fp8`), as torchao emulates them on a CPU.
 
-torchao is no part of the tests' environment, so these run where it is installed:
-`make test-fp8`, or `pip install 'holdfast[fp8]'`.
+They take minutes, so the campaign runs them, and `make test-fp8` alone.
 """
 
 from __future__ import annotations

@@ -111,19 +111,18 @@ def test_gradients_are_those_of_complete_logits(kind: str) -> None:
 
 
 def _task(rank: RankContext, name: str, kind: str) -> DecoderTask:
-    """That of the kind; "lora-dpo" is of adapters, over a base that the first process writes."""
-    changes = case(name).changes
-    if not kind.startswith("lora-"):
+    """That of the kind. "lora-dpo" is of adapters, over a base that the first process writes;
+    "lora-dpo-still" is that without dropout, which shards draw otherwise."""
+    changes, (first, *words) = case(name).changes, kind.split("-")
+    if first != "lora":
         return DecoderTask(_config(kind, **changes))
-    base = rank.folder / "base"
-    adapters = {"lora__rank": 4, "lora__alpha": 8, "lora__dropout": 0.2, "lora__base": str(base)}
-    if "shard" in name:
-        adapters["lora__dropout"] = 0.0
-    config = _config(kind.removeprefix("lora-"), **{**changes, **adapters})
+    base, dropout = rank.folder / "base", 0.0 if "still" in words else 0.2
+    lora = {"rank": 4, "alpha": 8, "dropout": dropout, "base": str(base)}
+    changes |= {f"lora__{key}": value for key, value in lora.items()}
     if not base.exists():
-        write_base(base, config.model)
-    checksum = {"lora__base_checksum": weights_checksum(base)}
-    return LoraTask(_config(kind.removeprefix("lora-"), **{**changes, **adapters, **checksum}))
+        write_base(base, _config("dpo", **changes).model)
+    changes["lora__base_checksum"] = weights_checksum(base)
+    return LoraTask(_config(words[0], **changes))
 
 
 def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
@@ -162,7 +161,10 @@ def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
         ("shard2", "kto"),
         ("pp2-tp2", "reward"),
         ("pp2-tp2", "lora-dpo"),
+        in_campaign("pp2-tp2", "lora-reward"),
+        in_campaign("shard2", "lora-reward-still"),
         *(in_campaign(n, "lora-dpo") for n in ("dp2", "tp2", "pp2", "zbv.pp2", "interleaved.pp2")),
+        *(in_campaign(n, "lora-dpo-still") for n in ("shard2", "zero1.2")),
         *(in_campaign(n, "dpo") for n in ("tp2", "pp2", "shard2", "zero1.2", "zbv.pp2", "dp3")),
         *(in_campaign("pp2-tp2", kind) for kind in KINDS[1:-1]),
         in_campaign("compiled.tp2", "dpo"),
@@ -185,7 +187,7 @@ def test_each_layout_gives_the_curve_of_one_worker(tmp_path: Path, name: str, ki
             assert here == pytest.approx(there, rel=1e-10)
     assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(size)], 1e-10)
     assert len(set(want["losses"])) == STEPS
-    if kind == "lora-dpo":  # B begins at zero, so the policy is the base
+    if kind.startswith("lora-dpo"):  # B begins at zero, so the policy is the base
         assert want["losses"][0] == pytest.approx(np.log(2), rel=1e-12)
     assert "rewards/chosen" in want["metrics"][0]
     assert np.isfinite(want["losses"]).all()

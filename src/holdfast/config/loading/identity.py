@@ -55,9 +55,8 @@ LATER_KEYS = frozenset(
             *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
             *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
             "vf_coef",
-            *("teacher_digest", "top_k", "temperature", "alpha"),
+            *("top_k", "temperature", "alpha"),
         ),
-        "objective.reference": ("checksum", "key"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),

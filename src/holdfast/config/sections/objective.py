@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from holdfast.config.sections.base import Branch, InPlace, Never, Section
+from holdfast.config.sections.base import Branch, Never, Section
 from holdfast.config.sections.reference import ReferenceConfig
 
 NEXT_TOKEN = "next_token"
@@ -98,14 +98,8 @@ KINDS: Mapping[str, KindOfObjective] = {
         makes_rows=True,
     ),
     "distill": KindOfObjective(
-        {
-            "teacher": "",
-            "teacher_digest": "",
-            "top_k": 64,
-            "temperature": 1.0,
-            "alpha": 0.5,
-            "beta": 0.0,
-        },
+        {"top_k": 64, "temperature": 1.0, "alpha": 0.5, "beta": 0.0},
+        needs_reference=True,
         has_rows=False,
         needs_all_logits=True,
     ),
@@ -158,10 +152,6 @@ class ObjectiveConfig(Section):
     vf_coef: Branch[float | None] = Field(None, ge=0)
     """ppo: weight of the loss of values (0.5)"""
 
-    teacher: InPlace[str | None] = None
-    """distill: folder of the teacher in Hugging Face form, with the vocabulary of the data"""
-    teacher_digest: Branch[str | None] = None
-    """distill: of the teacher's stored tokens (planned)"""
     top_k: Branch[int | None] = Field(None, ge=1, le=1024)
     """distill: likeliest tokens that are stored of each place (64)"""
     temperature: Branch[float | None] = Field(None, gt=0)
@@ -232,8 +222,10 @@ class ObjectiveConfig(Section):
             yield from self._broken_dpo_rules()
         elif self.kind == "grpo":
             yield from self._broken_grpo_rules()
-        if self.kind == "distill" and not self.teacher:
-            yield "kind distill has no teacher: use teacher: FOLDER, in Hugging Face form"
+        if self.kind == "distill" and not self.reference.model:
+            yield (
+                "kind distill has no teacher: use reference: {model: FOLDER}, in Hugging Face form"
+            )
         if self.kind == "distill" and self.number("beta") > 1:
             yield f"beta {self.beta} is above 1, the reverse KL: use beta 1"
         if self.kind in ("ipo", "simpo") and self.beta == 0:

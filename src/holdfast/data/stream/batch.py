@@ -43,9 +43,13 @@ from holdfast.data.order.packing import PackedSamples
 from holdfast.data.stream.dataset import Dataset, TokenStream
 from holdfast.data.stream.prefetch import Prefetch
 from holdfast.data.stream.reference import (
+    LOGPS,
+    TEACHER_IDS,
+    TEACHER_LOGPS,
     ReferencePiece,
     ReferenceStore,
     cut_pieces,
+    record_type,
     reference_folder,
 )
 from holdfast.data.stream.shards import ShardFile
@@ -121,7 +125,9 @@ class Batches:
         self._streams = dataset.streams("train")
         self.has_preferences = any(stream.is_preference for stream in self._streams)
         names = {_value_name(stream) for stream in self._streams if stream.has_values}
-        self.side_names = tuple(sorted(names | ({REFERENCE} if reference else set())))
+        self._has_teacher = record_type(reference) != LOGPS
+        has_logps = reference and not self._has_teacher
+        self.side_names = tuple(sorted(names | ({REFERENCE} if has_logps else set())))
         self.packed = self._pack(self._streams)
         # Weights in the dataset's order of sources. Raises DataError when the names differ.
         by_name = {source.name or source.kind: source.weight for source in data.sources}
@@ -164,7 +170,11 @@ class Batches:
         streams = self.dataset.streams(piece.split)
         packed = self.packed if piece.split == "train" else self._pack(streams)
         samples = np.arange(piece.start, piece.stop)
-        return self._gather(streams, packed, np.full(len(samples), piece.source), samples)
+        has_teacher, self._has_teacher = self._has_teacher, False  # it is not stored yet
+        try:
+            return self._gather(streams, packed, np.full(len(samples), piece.source), samples)
+        finally:
+            self._has_teacher = has_teacher
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
@@ -323,12 +333,14 @@ class Batches:
                 if one.values is not None:
                     values = np.repeat(one.values, one.lengths)[:length]
                     side[_value_name(streams[s])][row, : len(values)] = values
-                if self.reference is not None:
+                if REFERENCE in side:
                     side[REFERENCE][row] = self._reference_of(streams, s, k)
                 continue
             tokens = streams[s].read(k * length, (k + 1) * length + 1)
             held[row] = len(tokens)
             window[row, : len(tokens)] = tokens
+        if self._has_teacher:
+            side |= self._teacher_side(streams, source, sample)
         inputs = window[:, :-1].copy()
         targets = window[:, 1:].copy()
         ended = inputs == end
@@ -347,6 +359,16 @@ class Batches:
             total_weight(targets) if self._is_weighted else int((targets != MASKED_TARGET).sum())
         )
         return Microbatch(inputs, targets, documents, [], tokens, side)
+
+    def _teacher_side(
+        self, streams: Streams, source: NDArray[np.int64], sample: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """[n, S, K] each. Raises DataError if they are not stored."""
+        store, split = self.reference, "train" if streams is self._streams else "validation"
+        assert store is not None
+        pairs = zip(source.tolist(), sample.tolist(), strict=True)
+        records = np.stack([store.sample(split, s, k) for s, k in pairs])
+        return {name: records[name].copy() for name in (TEACHER_IDS, TEACHER_LOGPS)}
 
     def _reference_of(self, streams: Streams, source: int, sample: int) -> NDArray[np.float32]:
         """[S]"""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,12 @@ from holdfast.errors import CorruptError, DataError
 REFERENCES, MANIFEST = "reference", "reference.json"
 PIECE_TOKENS = 1 << 16
 """Tokens of a piece: what a kill loses of each replica at most."""
+TEACHER_IDS, TEACHER_LOGPS = "teacher_ids", "teacher_logps"
+"""Fields of a teacher's records, and side tensors [B, S, K]: token ids and log-probabilities."""
+LOGPS = np.dtype("<f4")
+"""What is stored of a target: its log-probability."""
 KEY_CHARACTERS = 8  # of each checksum in a key
+TEACH_REMEDY = "compute them: holdfast data teach RUN.yaml"
 REMEDY = "remove the folder: the next start computes the log-probabilities again, and says so"
 
 
@@ -57,6 +63,10 @@ class ReferenceOrigin:
         cut = "-cut" if self.long_rows == "cut" else ""
         return "-".join((*said, self.device, f"{self.sequence_length}{cut}"))
 
+    def teacher_key(self, top_k: int, temperature: float) -> str:
+        """The name of the folder of a teacher's likeliest tokens."""
+        return f"teacher-{self.key}-k{top_k}-t{temperature:g}"
+
 
 @dataclass(frozen=True)
 class ReferencePiece:
@@ -66,6 +76,15 @@ class ReferencePiece:
     source: int
     start: int
     stop: int
+
+
+def record_type(key: str) -> np.dtype[Any]:
+    """What is stored of each target, by the name of the folder."""
+    found = re.fullmatch(r"teacher-.*-k(\d+)-t.+", key)
+    if found is None:
+        return LOGPS
+    count = int(found[1])
+    return np.dtype([(TEACHER_IDS, "<i4", (count,)), (TEACHER_LOGPS, "<f4", (count,))])
 
 
 def reference_folder(dataset: Dataset, key: str) -> Path:
@@ -84,16 +103,18 @@ def cut_pieces(sizes: Mapping[str, Sequence[int]], length: int) -> list[Referenc
 
 
 class ReferenceStore:
-    """The pieces in one folder. length: tokens of a sample."""
+    """The pieces in one folder. length: tokens of a sample. `dtype`: of what is stored of a
+    target."""
 
     def __init__(self, folder: Path, pieces: Sequence[ReferencePiece], length: int):
+        self.dtype = record_type(folder.name)
         self.folder, self.pieces, self.length = folder, tuple(pieces), length
         self._places = {
             (piece.split, piece.source, piece.start): number
             for number, piece in enumerate(self.pieces)
         }
         self._step = max(1, PIECE_TOKENS // length)
-        self._mapped: dict[int, NDArray[np.float32]] = {}
+        self._mapped: dict[int, NDArray[Any]] = {}
 
     def path(self, number: int) -> Path:
         return self.folder / f"piece-{number:05d}"
@@ -128,7 +149,7 @@ class ReferenceStore:
             raise CorruptError(f"{self.path(number)} is another piece")
         return header, at
 
-    def read(self, number: int) -> NDArray[np.float32]:
+    def read(self, number: int) -> NDArray[Any]:
         """[samples, S], mapped."""
         if (found := self._mapped.get(number)) is not None:
             return found
@@ -137,27 +158,27 @@ class ReferenceStore:
             with path.open("rb") as file:
                 at = len(file.readline())
             shape = piece.stop - piece.start, self.length
-            mapped: Any = np.memmap(path, np.float32, "r", at, shape)
+            mapped: Any = np.memmap(path, self.dtype, "r", at, shape)
         except (OSError, ValueError) as error:
+            what = "reference log-probabilities" if self.dtype == LOGPS else "a teacher's tokens"
+            remedy = REMEDY if self.dtype == LOGPS else TEACH_REMEDY
             raise DataError(
-                f"reference log-probabilities cannot be read: {error}",
-                where=str(path),
-                remedy=REMEDY,
+                f"{what} cannot be read: {error}", where=str(path), remedy=remedy
             ) from None
         self._mapped[number] = mapped
         return self._mapped[number]
 
-    def sample(self, split: str, source: int, sample: int) -> NDArray[np.float32]:
+    def sample(self, split: str, source: int, sample: int) -> NDArray[Any]:
         """The log-probability of each target of a sample; 0 for one that carries no loss: [S]"""
         start = sample // self._step * self._step
-        values: NDArray[np.float32] = self.read(self._places[split, source, start])[sample - start]
+        values: NDArray[Any] = self.read(self._places[split, source, start])[sample - start]
         return values
 
-    def write(self, number: int, values: NDArray[np.float32]) -> None:
+    def write(self, number: int, values: NDArray[Any]) -> None:
         """Write a piece. Several processes may write the same one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         header = {"piece": asdict(self.pieces[number]), "length": self.length}
-        body = np.ascontiguousarray(values, dtype="<f4").tobytes()
+        body = np.ascontiguousarray(values, dtype=self.dtype).tobytes()
         private = self.folder / f".{uuid.uuid4().hex}"
         write_result(private, header, lambda: iter([body]))
         os.replace(private, self.path(number))

@@ -99,7 +99,8 @@ def check_first_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> Plan
         model = model.model_copy(update={"vocab_size": found.vocab_size})
     refuse_other_shape(model, found, folder, loaded.where(key))
     expected = model.weights_checksum or checksum or ""
-    names = huggingface_map(model)
+    # A score head that the folder lacks begins with initial values.
+    names = huggingface_map(model.model_copy(update={"score_head": found.score_head}))
     values = folder_values(folder, key, expected, lambda: check_weights(folder, names, NO_WEIGHTS))
     return {**values, "model.vocab_size": (model.vocab_size, "the folder's")}
 

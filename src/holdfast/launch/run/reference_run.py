@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def check_reference_model(
     if not config.objective.facts.needs_reference or config.lora.rank:
         return {}
     before = stored.get("objective", {}).get("reference", {})
+    if config.objective.kind == "distill":
+        return teacher_values(loaded, dataset, before)
     values: PlannedValues = {}
     weights = config.model.weights_checksum
     if named := config.objective.reference.model:
@@ -71,18 +74,50 @@ def check_reference_model(
         weights = checksum(canonical_json({"seed": config.seed, "model": model}))
     elif weights == IMPORTED and not before.get("key"):
         weights = _first_commit(run_folder)
-    if key := before.get("key"):
-        return {**values, f"{KEY}.key": (key, "the run's")}
-    data = config.data
-    origin = ReferenceOrigin(
-        dataset.version,
-        weights,
-        config.train.precision,
-        config.device,
-        data.sequence_length,
-        data.chat.long_rows,
-    )
-    return {**values, f"{KEY}.key": (origin.key, "dataset, weights, precision and device")}
+    key, why = before.get("key", ""), "the run's"
+    if not key:
+        origin = _origin(config, dataset, weights)
+        key, why = origin.key, "dataset, weights, precision and device"
+    if config.objective.reference.key not in ("", key):
+        raise ConfigError(
+            f"this run's reference log-probabilities are {key}",
+            where=loaded.where(f"{KEY}.key"),
+            remedy="leave the key out",
+        )
+    return {**values, f"{KEY}.key": (key, why)}
+
+
+def _origin(config: RunConfig, dataset: Dataset, weights: str) -> ReferenceOrigin:
+    data, precision = config.data, config.train.precision
+    where = config.device, data.sequence_length, data.chat.long_rows
+    return ReferenceOrigin(dataset.version, weights, precision, *where)
+
+
+def teacher_values(
+    loaded: LoadedConfig, dataset: Dataset, before: Mapping[str, Any]
+) -> PlannedValues:
+    """Return the teacher's checksum, and the place of its tokens. Raises UserError.
+
+    before: values of the run that continues. The place depends on no device, as one process
+    computes all."""
+    config, key = loaded.config, f"{KEY}.model"
+    objective, folder = config.objective, Path(os.path.abspath(config.objective.reference.model))
+    found = read_folder_model(folder)
+    if found.vocab_size != dataset.vocab_size:
+        raise ConfigError(
+            f"the teacher knows {found.vocab_size} tokens, and the dataset has "
+            f"{dataset.vocab_size}",
+            where=loaded.where(key),
+            remedy="prepare the data with the teacher's tokenizer: "
+            f"data.tokenizer.path={folder / 'tokenizer.json'}",
+        )
+    expected, names = before.get("checksum", ""), huggingface_map(found)
+    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    values = {f"{KEY}.model": values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}
+    weights = str(values[f"{KEY}.checksum"][0])
+    origin = replace(_origin(config, dataset, weights), precision="fp32", device="any")
+    place = origin.teacher_key(int(objective.number("top_k")), objective.number("temperature"))
+    return {**values, f"{KEY}.key": (before.get("key") or place, "dataset and teacher")}
 
 
 def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedValues:
@@ -101,14 +136,26 @@ def _first_commit(run_folder: Path) -> str:
     return checksum(store.get(list_commits(store)[-1]))
 
 
-def describe_reference(config: RunConfig, dataset: Dataset) -> list[str]:
-    """A line about stored log-probabilities. Raises DataError for damaged ones."""
+def describe_reference(config: RunConfig, dataset: Dataset, has_begun: bool) -> list[str]:
+    """A line about stored log-probabilities. has_begun: the run has started before. Raises
+    DataError for damaged ones."""
     key = config.objective.reference.key
     if not key:
         return []
     folder = reference_folder(dataset, key)
     if problems := check_reference(folder):
         raise DataError(problems[0], where=str(folder), remedy=REMEDY)
+    is_teacher = config.objective.kind == "distill"
+    if is_teacher and not (folder / MANIFEST).exists():
+        raise DataError(
+            "the teacher's tokens of this dataset are not stored",
+            where=str(folder),
+            remedy="compute them: holdfast data teach RUN.yaml",
+        )
+    if is_teacher:
+        return [f"the teacher's tokens are stored: {folder}"]
     if (folder / MANIFEST).exists():
         return [f"reference log-probabilities are stored: {folder}"]
+    if has_begun:
+        return [f"reference log-probabilities are not complete and are computed first: {folder}"]
     return [f"reference log-probabilities are computed before the first step: {folder}"]

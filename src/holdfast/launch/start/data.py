@@ -236,7 +236,7 @@ def prepare_run_data(
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    use += describe_reference(config, dataset)
+    use += describe_reference(config, dataset, bool(facts.stored_config.get("objective")))
     return loaded, facts, RunData(version, dataset.location, tuple(use))
 
 

@@ -12,7 +12,7 @@ NEWEST = 20
 
 @dataclass(frozen=True)
 class HealthyRange:
-    """The range in which a metric is usually well, as axolotl has it. Advice alone."""
+    """The range in which a metric is usually well, as axolotl names it. It is advice alone."""
 
     low: float | None = None
     high: float | None = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
-from holdfast.core.data.sample_order import BatchSchedule
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
 from holdfast.data.stream.batch import MASKED_TARGET, Microbatch, ValidationSet, fed_hash
 from holdfast.events import CompletionsShown, Event
@@ -56,7 +56,8 @@ class RolloutBatches:
         self.microbatch_size = train.microbatch_size
         stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
         self.schedule = BatchSchedule(train.batch_size, stages)
-        self.order = GroupOrder(config.seed, rollout.count, rollout.samples)
+        self._groups = GroupOrder(config.seed, rollout.count, rollout.samples)
+        self.order: SampleOrder = self._groups
         self.dataset = PromptData(rollout.version)
         self.feed: CompletionFeed | None = None
         self._config, self._length = config, config.data.sequence_length
@@ -87,7 +88,7 @@ class RolloutBatches:
     def group_audit(self) -> GroupAudit:
         """Return the check of the fates of completions, at its begin."""
         rollout = self._config.rollout
-        return GroupAudit(self.order, rollout.lag, rollout.draws)
+        return GroupAudit(self._groups, rollout.lag, rollout.draws)
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
@@ -140,14 +141,14 @@ class RolloutBatches:
         """Wait for the groups of these positions. Those of the rank's further rows of this step and
         of the steps whose policy exists are made meanwhile."""
         assert self.feed is not None
-        asked = self.order.groups(start, stop)
+        asked = self._groups.groups(start, stop)
         last = min(step + self._config.rollout.lag, self._config.train.steps)
         ahead = [
             (later, group)
             for later in range(step, last + 1)
             for index in self._plan(later)
             if not self.skips.reason(later, index)
-            for group in self.order.groups(*self.positions(later, index, part, parts))
+            for group in self._groups.groups(*self.positions(later, index, part, parts))
         ]
         self.feed.groups(step, asked, ahead)
         groups = {group: self.feed.drawn(step, group) for group in asked}

@@ -43,6 +43,6 @@ def _settings(transformers: Any, kind: Kind) -> Any:
         raise ConfigError(
             f"nf4 weights need the package bitsandbytes ({error})",
             where=OPTION,
-            remedy="pip install bitsandbytes, or use int4",
+            remedy="pip install 'holdfast[nf4]', or use int4",
         ) from error
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

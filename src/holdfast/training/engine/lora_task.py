@@ -18,7 +18,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.adapters import adapted_layers, packed_weights, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.parameters import SCORE, Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
 from holdfast.model.lora import adapters_off, add_adapters, set_base
@@ -127,7 +127,8 @@ class LoraTask(DecoderTask):
         decoder = objective.decoder
         blocks = decoder.layers.positions
         refuse_bare_stage(config.model, config.lora, blocks, "lora.targets")
-        self._boxes = self.tensor_boxes(decoder, groups)
+        boxes = self.tensor_boxes(decoder, groups)
+        self._boxes = {name: box for name, box in boxes.items() if name != SCORE}
         here = {
             layer: self._boxes[f"{layer}.weight"].offsets[1]
             for layer in adapted_layers(config.model, config.lora)
@@ -160,9 +161,11 @@ class LoraTask(DecoderTask):
         lora = self._config.lora
         if not lora.adapter:
             return super().initial_values(seed)
-        given: dict[str, Tensor] = {}
+        given, new = dict[str, Tensor](), super().initial_values(seed)
 
         def value(row: Parameter, box: Box) -> Tensor:
+            if row.name == SCORE:  # no adapter that can be continued has one
+                return new(row, box)
             if not given:
                 folder = Path(lora.adapter)
                 refuse_other_weights(folder, lora.adapter_checksum, "lora.from")

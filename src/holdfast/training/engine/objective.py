@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from holdfast.core.data.target_weights import ID_BITS, PER_ONE, SHIFT
 from holdfast.core.devices import device_kind
 from holdfast.core.sharding.sharding_table import tp_part
+from holdfast.data.stream.reference import TEACHER_IDS, TEACHER_LOGPS
 from holdfast.model.decoder import Decoder, soft_limit
 from holdfast.model.stage import StagePart
 from holdfast.parallel.axes.context import ContextParallel, TokenShare
 from holdfast.parallel.axes.tensor_parallel import TensorParallel
 from holdfast.parallel.axes.vocab_parallel import VocabularySoftmax
-from holdfast.training.objectives.distill import IDS, LOGPS, Distill
+from holdfast.training.objectives.distill import Distill
 from holdfast.training.objectives.protocol import Objective, Side
 from holdfast.training.objectives.rows import IGNORED_TARGET as IGNORED_TARGET
 
@@ -211,7 +212,9 @@ class NextTokenObjective(nn.Module):
         with respect to a chunk's logits is found with its losses."""
         flat = targets.flatten()
         empty = flat.new_zeros(len(flat), 1)  # if the microbatch is skipped
-        ids, logps = (side[n].flatten(0, 1) if n in side else empty for n in (IDS, LOGPS))
+        ids, logps = (
+            side[n].flatten(0, 1) if n in side else empty for n in (TEACHER_IDS, TEACHER_LOGPS)
+        )
         totals = {name: torch.zeros_like(flat[:1], dtype=torch.float64) for name in objective.names}
 
         def losses(logits: Tensor, at: Tensor) -> Tensor:

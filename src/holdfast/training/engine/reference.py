@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.data.stream.batch import Batches, Microbatch, ValidationSet
-from holdfast.data.stream.reference import ReferencePiece, ReferenceStore
+from holdfast.data.stream.reference import LOGPS, ReferencePiece, ReferenceStore
 from holdfast.errors import ConfigError, DataError
 from holdfast.events import ReferenceProgress
 from holdfast.layout import Coordinate
@@ -79,6 +79,8 @@ def fill_reference(
     """
     batches = session.batches
     if not isinstance(batches, Batches) or batches.reference is None:
+        return
+    if batches.reference.dtype != LOGPS:  # of a teacher, which `holdfast data teach` has stored
         return
     work = _Filling(session, batches, batches.reference, step, emit, on_progress)
     work.run()

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.data.stream.reference import TEACHER_IDS as IDS
+from holdfast.data.stream.reference import TEACHER_LOGPS as LOGPS
 from holdfast.training.objectives.preference import identity
 from holdfast.training.objectives.protocol import Combine, Loss, Side
 from holdfast.training.objectives.rows import IGNORED_TARGET
 
-IDS, LOGPS = "teacher_ids", "teacher_logps"
-"""Side tensors [B, S, K]: token ids, and their log-probabilities at the temperature."""
 _LEAST = 1e-30  # probability of the other tokens, if rounding leaves none
 
 
