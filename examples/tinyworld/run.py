@@ -3,6 +3,7 @@
     python examples/tinyworld/run.py            or: make chain
     python examples/tinyworld/run.py --fresh    deletes what an earlier start left
     python examples/tinyworld/run.py --no-kills
+    python examples/tinyworld/run.py --quick    a tenth of the steps, to see it work
 
 A process of each role is killed on the way. After each stage the model answers held-out questions,
 judged by exact match per skill. A second start continues where the first one ended. The page is
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,26 @@ class Stage:
 
     name: str
     teaches: str
+    steps: int
     kills: tuple[Kill, ...]
+
+    def shortened(self) -> Stage:
+        """A tenth of the steps, and kills in their order."""
+        kills = (Kill(kill.role, 1 + number) for number, kill in enumerate(self.kills))
+        return replace(self, steps=self.steps // 10, kills=tuple(kills))
 
 
 STAGES = (
-    Stage("pretrain", "the language, and worked tasks", (Kill("worker", 300),)),
-    Stage("tune", "to answer, wordily or briefly", (Kill("agent", 120),)),
-    Stage("prefer", "to answer briefly and rightly (DPO)", (Kill("worker", 40),)),
+    Stage("pretrain", "the language, and worked tasks", 1000, (Kill("worker", 300),)),
+    Stage("tune", "to answer, wordily or briefly", 250, (Kill("agent", 120),)),
+    Stage("prefer", "to answer briefly and rightly (DPO)", 100, (Kill("worker", 40),)),
     Stage(
         "reinforce",
         "to be right (GRPO, exact match)",
+        60,
         (Kill("actor", 10), Kill("scorer", 20), Kill("worker", 30), Kill("agent", 40)),
     ),
-    Stage("distil", "the same to a model of half the size", (Kill("worker", 100),)),
+    Stage("distil", "the same to a model of half the size", 500, (Kill("worker", 100),)),
 )
 
 
@@ -77,7 +85,7 @@ class Runner:
         self.stage, self.folder = stage, folder
         self._file = RUNS / f"{stage.name}.killed.json"  # of earlier starts, too
         self.killed: list[str] = json.loads(self._file.read_text()) if self._file.is_file() else []
-        self._words = ["train", str(HERE / f"{stage.name}.yaml")]
+        self._words = ["train", str(HERE / f"{stage.name}.yaml"), f"train.steps={stage.steps}"]
 
     def run(self, with_kills: bool) -> None:
         left = list(self.stage.kills)[len(self.killed) :] if with_kills else []
@@ -238,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fresh", action="store_true", help="delete what an earlier start left")
     parser.add_argument("--no-kills", action="store_true", help="disturb nothing")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
     parser.add_argument("--until", choices=[stage.name for stage in STAGES], default="distil")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -246,10 +255,10 @@ def main() -> None:
         shutil.rmtree(RUNS, ignore_errors=True)
     floor_file = RUNS / "world" / "floor.json"
     if not floor_file.is_file():
-        write_world(RUNS / "world", documents=60_000)
+        write_world(RUNS / "world", documents=6_000 if given.quick else 60_000)
     floor = json.loads(floor_file.read_text())["bits_per_byte"]
     rows: list[dict[str, Any]] = []
-    for stage in STAGES:
+    for stage in (each.shortened() if given.quick else each for each in STAGES):
         rows.append(run_stage(stage, not given.no_kills))
         for cells in table(rows):
             print("  ".join(f"{cell:9}" for cell in cells), flush=True)
