@@ -22,6 +22,7 @@ TORCH_ROOMS = (
     "holdfast.data.stream.loader",
     "holdfast.rollout.decode.attention",
     "holdfast.rollout.decode.policy",
+    "holdfast.rollout.decode.threads",
     "holdfast.tasks",
     "holdfast.adapters",
     "holdfast.checkpoint.capture",
