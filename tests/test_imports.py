@@ -27,6 +27,7 @@ TORCH_ROOMS = (
     "holdfast.rollout.roles.link",
     "holdfast.rollout.roles.policies",
     "holdfast.rollout.roles.work",
+    "holdfast.rollout.decode.threads",
     "holdfast.tasks",
     "holdfast.adapters",
     "holdfast.checkpoint.capture",
