@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,11 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
     values = _checked(loaded, "base", before, lambda: check_weights(base, names))
     if not lora.adapter:
         return values
-    adapter = partial(check_adapter, Path(lora.adapter), config.model, lora)
+
+    def adapter() -> dict[str, StoredTensor]:
+        parts = check_adapter(Path(lora.adapter), config.model, lora).values()
+        return {part.stored.name: part.stored for part in parts}
+
     return {**values, **_checked(loaded, "adapter", before, adapter)}
 
 
