@@ -73,7 +73,7 @@ def folder_with_keys(run: Path, words: Sequence[str]) -> Path:
         raise ConfigError(
             f"{strange[0]!r} is no key=value of a run file",
             where="command line",
-            remedy=f"see several runs beside each other with: holdfast status {run} {strange[0]}"
+            remedy=f"compare several runs with: holdfast status {run} {strange[0]}"
             if Path(strange[0]).exists()
             else "leave it out",
         )

@@ -169,7 +169,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, seed: int) -> Tenso
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """The likeliest tokens that reach `top_p` together; the others get 0.  [B, V] -> [B, V]"""
+    """The likeliest tokens that reach `top_p` together; the rest get 0.  [B, V] -> [B, V]"""
     if top_p == 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -34,7 +34,7 @@ class Clock:
 
 
 class Desk:
-    """A queue and those who ask it."""
+    """A queue and its clients."""
 
     def __init__(self) -> None:
         self.clock, self.said, self.lost = Clock(), list[str](), list[RoleLost]()
@@ -67,7 +67,7 @@ def test_a_completion_goes_from_actor_to_scorer_to_trainer() -> None:
     async def test() -> None:
         desk = Desk()
         await desk.ask(FIRST, SECOND, parts=())
-        assert (await desk.work("a")).wanted == ()  # nobody has published the policy
+        assert (await desk.work("a")).wanted == ()  # no trainer has published the policy
         await desk.ask(FIRST, SECOND)
         orders = await desk.work("a", 5)
         assert (orders.wanted, orders.policies) == ((FIRST, SECOND), (PART,))

@@ -109,7 +109,7 @@ def _trainer(made_by: Any, **attributes: Any) -> Any:
 
 
 def _fused(logps: Tensor) -> Any:
-    """What TRL's fused head returns. Its values besides `log_probs` are for the journal."""
+    """What TRL's fused head returns. Its values except `log_probs` are for the journal."""
     same = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs"), torch.zeros_like(logps))
     is_top1 = torch.zeros_like(logps, dtype=torch.bool)
     return SimpleNamespace(log_probs=logps, is_top1=is_top1, label_mask=logps != 0, **same)
@@ -223,7 +223,7 @@ def test_orpo(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shift", [4.0, -1.0], ids=["baseline", "baseline below 0"])
 def test_kto(trl: Any, shift: float) -> None:
-    """Half of the rows are rated; the others, behind each, are those of the baseline."""
+    """Half of the rows are rated; the rest, behind each, are those of the baseline."""
     answers = Answers()
     answers.reference[PAIRS:] -= shift * answers.completion[PAIRS:, 1:]
     wanted = torch.tensor([1, 0, 1, 1, 0])

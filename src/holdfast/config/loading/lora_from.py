@@ -105,7 +105,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _keeps_scale(config: Mapping[str, Any]) -> bool:
-    """Return True if all patterns are whole multiples of rank and alpha, and alpha / rank stays."""
+    """Return True if all patterns are multiples of rank and alpha, and alpha / rank stays."""
     ranks: object = config.get("rank_pattern")
     alphas: object = config.get("alpha_pattern")
     rank, alpha = config.get("r"), config.get("lora_alpha")

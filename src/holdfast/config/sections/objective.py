@@ -114,12 +114,12 @@ class ObjectiveConfig(Section):
     """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; distill, from a
     teacher's likeliest tokens; policy gradients: grpo, rloo, ppo"""
     beta: Branch[float | None] = Field(None, ge=0)
-    """dpo, ipo, kto: strength of the pull to the reference (0.1); simpo: scale of rewards (2.0);
-    orpo: weight of the odds ratio (0.1); distill: 0 is the forward KL, 1 the reverse one (0);
+    """dpo, ipo, kto: strength of the pull to the reference (0.1). simpo: scale of rewards (2.0).
+    orpo: weight of the odds ratio (0.1). distill: 0 is the forward KL, 1 the reverse one (0).
     grpo, rloo, ppo: weight of the KL to the reference (0)"""
     loss_type: Branch[LossType | None] = None
-    """dpo: the loss of a pair (sigmoid); grpo: what divides a completion's sum (dapo: the tokens of
-    the step; grpo: its own; dr_grpo: max_completion_length); names of TRL"""
+    """dpo: the loss of a pair (sigmoid). grpo: what divides a completion's sum (dapo: the tokens of
+    the step; grpo: its own; dr_grpo: max_completion_length). Names of TRL"""
     label_smoothing: Branch[float | None] = Field(None, ge=0, lt=1)
     """dpo, simpo: share of pairs whose order is taken to be wrong (0)"""
     discopop_tau: Branch[float | None] = Field(None, gt=0)

@@ -56,7 +56,7 @@ def check_weights(folder: Path, names: NameMap, remedy: str = "") -> dict[str, S
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Where a row of the run's adapters lies in an adapter folder."""
+    """The place of a row of the run's adapters in an adapter folder."""
 
     stored: StoredTensor
     rows: slice
@@ -66,7 +66,7 @@ class AdapterPart:
 def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, AdapterPart]:
     """Return an adapter's parts by our names. Names of a compiled or wrapped module, of a
     distributed one, and with the adapter's own name count as PEFT's. A layer that is several of
-    ours has the rows of all A, and all B as blocks of a diagonal, as an export writes them.
+    ours has the rows of all A, and all B as blocks of a diagonal: an export writes it so.
 
     Raises ModelFolderError for a folder that does not hold exactly the adapters of the run file."""
     there: dict[str, StoredTensor] = {}

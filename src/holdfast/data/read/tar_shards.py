@@ -24,7 +24,7 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 
 @dataclass(frozen=True)
 class Member:
-    """Where the bytes of a file lie."""
+    """The place of the bytes of a file."""
 
     shard: int  # number of the tar file
     offset: int  # bytes from its start

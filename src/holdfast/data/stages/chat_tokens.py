@@ -73,8 +73,8 @@ class ChatCounts:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The documents of one row. values: of each document, if there are any: the margin of a pair;
-    the label of a rated answer, 1 or -1, and 0 of its row of the KL baseline."""
+    """The documents of one row. values: of each document, if there are any. It is the margin of a
+    pair, or the label of a rated answer (1 or -1), and 0 of its row of the KL baseline."""
 
     documents: tuple[ChatTokens, ...]
     values: tuple[float, ...] = ()
@@ -110,7 +110,7 @@ def _begin_alike(documents: Sequence[ChatTokens]) -> Sequence[ChatTokens]:
 
 class BaselineRows:
     """Adds to each rated answer a row of the KL baseline: its prompt, and the completion of the
-    next rated answer; the last takes that of the first. As TRL's, it comes from the same rows."""
+    next rated answer. The last takes that of the first. As TRL's, it comes from the same rows."""
 
     def __init__(self) -> None:
         self._first: ChatTokens | None = None

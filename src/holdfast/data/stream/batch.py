@@ -11,7 +11,7 @@ tokens and targets its last S:
 
 Rows of chat data are not cut. A sample holds complete rows (`data/order/packing.py`), and its
 targets are the tokens that the dataset's mask names. Of preferences, documents 2k and 2k + 1 of a
-sample are a pair: the chosen and the rejected answer, or a rated answer and its row of the KL
+sample are a pair. It is the chosen and the rejected answer, or a rated answer and its row of the KL
 baseline. There each token of a sample is an input.
 
 The last window of a stream is padded with the end token and masked there. Which window stands

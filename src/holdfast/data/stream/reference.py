@@ -7,8 +7,8 @@ They lie next to the dataset, in a folder whose name says what they follow from:
 
 Each piece begins with a line of JSON that has its checksum (`unit_tasks.write_result`). So a piece
 is complete or absent, and a run that was killed computes the rest. Bits differ between devices and
-numbers of threads, so the stored bits are what counts: a run never computes them a second time
-while they are there.
+numbers of threads, so the stored bits count. A run never computes them a second time while they
+are there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Zeros of a pruned model stay zero.
 
-Which weights are zero is a function of the state alone: there is no mask to store, and a worker
+Which weights are zero is a function of the state alone. There is no mask to store, and a worker
 that resumes sees the same ones. A gradient is multiplied by 0 there before its norm is taken. NaN
 stays NaN, so a step with it is refused as before.
 """

@@ -91,7 +91,7 @@ class RunProgress:
     _ignored_settings: set[str] = field(default_factory=set)
     _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
-    _missing_roles: set[str] = field(default_factory=set)  # of which the user was told
+    _missing_roles: set[str] = field(default_factory=set)  # that a line has named
     _kernel: str = ""  # of full attention
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -240,7 +240,7 @@ class RunProgress:
             is_known = event.role in self._missing_roles
             self._missing_roles.add(event.role)
             return is_known
-        return isinstance(event, RoleExited)  # the report has it; the run goes on
+        return isinstance(event, RoleExited)  # the report has it
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0

@@ -4,8 +4,8 @@ Keys are read in blocks of a fixed size, and each block goes through a product o
 results of blocks are added in their order. A block without a visible key adds exactly nothing. So
 the longest text of a batch does not change the bits of another one.
 
-Shapes: N texts, C tokens of each, H query heads, K key/value heads, G = H / K, h head dim, B keys
-of a block, n blocks.
+Shapes: N texts, C tokens of each, H query heads, K key/value heads, G = H / K, h head dim. A block
+has B keys, and there are n.
 """
 
 from __future__ import annotations

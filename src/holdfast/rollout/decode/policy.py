@@ -318,7 +318,7 @@ def _build(
 def _memory(
     shape: tuple[int, ...], is_by_column: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Memory of a weight. A matrix lies with its inputs first, so that the product's sums do not
+    """Memory of a weight. A matrix lies with its inputs first. Then the product's sums do not
     depend on the number of rows, and a few rows cost little more than one."""
     if not is_by_column or len(shape) < 2:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -26,7 +26,7 @@ from holdfast.rollout.decode.source import CompletionSource
 from holdfast.rollout.messages import Completion, CompletionKey, CompletionRequest, Finish, Sampling
 
 NOT_PROMISED = (
-    "completions come from a server: the same run may get others, so its bits are not promised"
+    "completions come from a server: the same run may get other ones, so its bits are not promised"
 )
 _MOMENT_S = 0.2  # that `step` waits
 _TOKEN = "token_id:"  # how vLLM writes a token as text

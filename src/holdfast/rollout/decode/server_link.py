@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError, UserError
 KEY = "rollout.server"
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_PAUSE_S = 30.0  # between two tries
-_TRY_AGAIN = (408, 409, 425, 429)  # status codes, besides all from 500
+_TRY_AGAIN = (408, 409, 425, 429)  # status codes; all from 500 on, too
 _SHOWN = 300  # characters of a server's message
 
 Read = TypeVar("Read")
@@ -28,7 +28,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the server is, and how long it may take."""
+    """The server's place, and how long it may take."""
 
     url: str  # such as http://host:8000/v1
     model: str  # as the server names it

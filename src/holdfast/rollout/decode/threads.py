@@ -1,7 +1,7 @@
 """Threads of a step of decoding, without a change for the other threads of the process.
 
 A kernel that several threads share treats the end of each share in another way, so its bits follow
-from the number of threads. `torch.set_num_threads` sets the number for the whole process. A trainer
+from the number of threads. `torch.set_num_threads` sets the number for the process. A trainer
 that generates while it trains would then train with other bits. So the number is set for one thread
 alone, in the libraries that torch stands on.
 """

@@ -126,7 +126,7 @@ class RolloutBatches:
         return replace(batch, entries=[entry])
 
     def hash_of(self, start: int, stop: int) -> str:
-        """Unknown: only a policy that is gone makes the same completions again."""
+        """Unknown: only a policy that exists no more makes the same completions again."""
         return ""
 
     def blank_hash(self, samples: int) -> str:

@@ -1,7 +1,7 @@
 """The trainers' side: groups of completions for the steps of one rank.
 
 A feed asks the queue and waits, in the thread of the loader. It can be interrupted at any time. It
-decides nothing that depends on arrival: which groups a step needs follows from the run file, and a
+decides nothing that depends on arrival. Which groups a step needs follows from the run file. A
 group without variance is drawn again under numbers of its own.
 """
 

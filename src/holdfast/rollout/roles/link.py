@@ -24,7 +24,7 @@ from holdfast.wire.secret import Secret
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """Where a trainer computes."""
+    """The place of a trainer."""
 
     agent: str  # "host:port" of its node's agent
     secret: Secret

@@ -151,7 +151,7 @@ def fetch_policy(
 
 
 def read_policy(folder: Path, part: PolicyPart) -> dict[str, Tensor]:
-    """Return the complete parameters of a policy. Raises OSError if a file is gone."""
+    """Return the complete parameters of a policy. Raises OSError if a file is missing."""
     found: dict[str, Tensor] = {}
     for number in range(part.parts):
         path = part_path(folder, PolicyPart(part.policy, part.tag, number, part.parts, ""))

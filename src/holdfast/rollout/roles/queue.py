@@ -3,8 +3,8 @@
 It holds nothing that the run needs. If it is lost with its agent, trainers ask the next one again,
 and actors hand in again what they have made. An entry ends when a later step is trained.
 
-A lease ends when the result comes, when the process that started the actor says that it exited,
-or LEASE_S seconds after the actor's last sign of life. Then another actor gets it. Two actors may
+A lease ends when the result comes, or when the process that started the actor says that it exited.
+It also ends LEASE_S seconds after the actor's last sign of life. Then another actor gets it. Two actors may
 so generate the same completion; they make the same bits, and the first one counts.
 """
 
@@ -166,7 +166,7 @@ class RolloutQueue:
             )
 
     def _renew(self, name: str, role: _Role, busy: set[Wanted]) -> None:
-        """End the leases that a role no longer works on, and note the others."""
+        """End the leases that a role no longer works on, and note its new ones."""
         for wanted in role.leases - busy:
             self._release(name, wanted)
         role.leases = set()

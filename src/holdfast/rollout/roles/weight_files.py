@@ -1,4 +1,4 @@
-"""Where the files of policies lie, and the answers of an agent that serves them. No torch."""
+"""The places of the files of policies, and the answers of an agent that serves them. No torch."""
 
 from __future__ import annotations
 

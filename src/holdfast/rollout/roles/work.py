@@ -202,7 +202,7 @@ class Actor(RoleWork[Made]):
     def _work(self) -> None:
         try:
             self._start_waiting()
-        except (NoQueueError, OSError):  # the weights are gone: the policy is not needed any more
+        except (NoQueueError, OSError):  # no weights: the policy is not needed any more
             self._drop_waiting()
             pause()
             return
@@ -246,7 +246,7 @@ class Actor(RoleWork[Made]):
         return {row.name: weights[row.name] for row in rows}
 
     def _load(self, wanted: Wanted) -> None:
-        """Load the policy of a lease. Raises OSError and NoQueueError if its files are gone."""
+        """Load the policy of a lease. Raises OSError and NoQueueError if its files are missing."""
         parts = self._places.get(wanted.tag, [])
         if not parts:
             raise NoQueueError("the queue names no place of the policy")
@@ -257,7 +257,7 @@ class Actor(RoleWork[Made]):
             fetch_policy(folder, parts, self._client.fetch)
         try:
             weights = read_policy(folder, parts[0])
-        except Exception as error:  # the library raises its own kinds for a file that is gone
+        except Exception as error:  # the library raises its own kinds for a missing file
             raise OSError(str(error)) from error
         if self._decoder is None:
             self._decoder = make_decoder(self._config, self._device, self._slots)

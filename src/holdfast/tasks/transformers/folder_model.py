@@ -1,4 +1,4 @@
-"""A model of `transformers` out of a folder, by its own modelling code: the part of a task that
+"""A model of `transformers` out of a folder, by its own modelling code. It is the part of a task that
 does not depend on what the model reads.
 
 Attention is torch's SDPA. The package is imported by what uses it, not by this module.

@@ -1,8 +1,8 @@
 """Zeros in the matrices of a trained decoder, or fewer blocks.
 
 magnitude: the smallest weights of a matrix (Han et al., 2015). wanda: in each row the smallest
-products of a weight and the norm of its input (Sun et al., 2024, algorithm 1), block after block,
-each with the inputs that the pruned blocks before it give. layers: the blocks that turn the
+products of a weight and the norm of its input (Sun et al., 2024, algorithm 1). It takes block after
+block, each with the inputs that the pruned blocks before it give. layers: the blocks that turn the
 residual stream least (block influence: Men et al., 2024, equation 1).
 
 All of it runs on one device, with the complete model in memory.

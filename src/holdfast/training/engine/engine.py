@@ -86,7 +86,7 @@ class StepEngine:
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
     rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. lagged: older
     weights that the run still needs. on_applied: called with a step once it has been applied.
-    sum_names: of what an objective adds up besides the loss. counts: see `events.StepDone`.
+    sum_names: of what an objective adds up next to the loss. counts: see `events.StepDone`.
     """
 
     def __init__(

@@ -338,7 +338,7 @@ def _reported_leaves(topology: Topology, shares: Shares) -> tuple[tuple[int, ...
 def _columns(
     floats: Sequence[Sequence[float]], reported: Sequence[Sequence[int]], width: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`width` numbers for each leaf -> the first of each leaf, and the tree sums of the others."""
+    """`width` numbers for each leaf -> the first of each leaf, and the tree sums of the rest."""
     places = [[leaf * width + k for leaf in leaves for k in range(width)] for leaves in reported]
     found = _by_leaf(floats, places)
     tree = ReductionTree(len(found) // width)

@@ -1,7 +1,7 @@
 """Distillation: a student learns from the likeliest tokens of a teacher.
 
-The divergence is TRL's generalised Jensen-Shannon divergence (Agarwal et al. 2024, equation 1)
-with its `beta`: 0 is the forward KL (teacher, student), 1 the reverse one. Both distributions are
+The divergence is TRL's generalised Jensen-Shannon divergence (Agarwal et al. 2024, equation 1).
+Of its `beta`, 0 is the forward KL (teacher, student), 1 the reverse one. Both distributions are
 taken at `temperature`, without a factor of its square. The teacher's `top_k` tokens are outcomes of
 their own, and all other tokens are one further outcome. So with all tokens it is TRL's.
 """

@@ -1,7 +1,7 @@
 """Preference losses of pairs and of rated rows, as functions of each row's log-probabilities.
 
 Each is a sum over pairs or rows in float64. The names and formulas are those of TRL 1.16. It takes
-means over a batch, and the step divides by the number of pairs or rows of the whole step.
+means over a batch, and the step divides by the number of pairs or rows of the step.
 Differences from TRL:
 
 - `dpo` with loss_type sigmoid uses `label_smoothing` as Mitchell (2023, "A note on DPO with noisy

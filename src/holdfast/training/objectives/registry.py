@@ -29,7 +29,7 @@ OBJECTIVES: Mapping[str, MakeObjective] = {
 
 
 def sum_names(config: ObjectiveConfig) -> tuple[str, ...]:
-    """Return the names of what the run's objective adds up besides the loss."""
+    """Return the names of what the run's objective adds up next to the loss."""
     objective = make_objective(config)
     return () if objective is None else objective.names
 
