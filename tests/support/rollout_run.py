@@ -100,8 +100,8 @@ class RolloutRun:
         assert self.process.wait(DEADLINE_S) == 0, self.said
 
     def disturb(self, kills: int, chooser: random.Random, pause_s: float = 2.0) -> None:
-        """Kill roles drawn at random until there were so many kills, then run to the end. After each
-        kill of the agent there are one to six actors."""
+        """Kill roles drawn at random until there were so many kills, then run to the end. After
+        each kill of the agent there are one to six actors."""
         self.start()
         until, done = time.monotonic() + DEADLINE_S, 0
         while sum(self.killed.values()) < kills:

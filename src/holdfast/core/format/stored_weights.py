@@ -66,7 +66,7 @@ class AdapterPart:
 def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, AdapterPart]:
     """Return an adapter's parts by our names. Names of a compiled or wrapped module, of a
     distributed one, and with the adapter's own name count as PEFT's. A layer that is several of
-    ours has the rows of all A, and all B as blocks of a diagonal: an export writes it so.
+    ours has the rows of all A, and all B as blocks of a diagonal.
 
     Raises ModelFolderError for a folder that does not hold exactly the adapters of the run file."""
     there: dict[str, StoredTensor] = {}

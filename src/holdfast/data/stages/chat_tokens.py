@@ -74,7 +74,7 @@ class ChatCounts:
 @dataclass(frozen=True)
 class RowTokens:
     """The documents of one row. values: of each document, if there are any. It is the margin of a
-    pair, or the label of a rated answer (1 or -1), and 0 of its row of the KL baseline."""
+    pair. Of a rated answer it is the label (1 or -1), and 0 of its row of the KL baseline."""
 
     documents: tuple[ChatTokens, ...]
     values: tuple[float, ...] = ()

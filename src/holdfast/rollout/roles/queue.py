@@ -4,8 +4,8 @@ It holds nothing that the run needs. If it is lost with its agent, trainers ask 
 and actors hand in again what they have made. An entry ends when a later step is trained.
 
 A lease ends when the result comes, or when the process that started the actor says that it exited.
-It also ends LEASE_S seconds after the actor's last sign of life. Then another actor gets it. Two actors may
-so generate the same completion; they make the same bits, and the first one counts.
+It also ends LEASE_S seconds after the actor's last sign of life. Then another actor gets it. Two
+actors may so generate the same completion. They make the same bits, and the first one counts.
 """
 
 from __future__ import annotations

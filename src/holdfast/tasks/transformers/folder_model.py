@@ -1,5 +1,5 @@
-"""A model of `transformers` out of a folder, by its own modelling code. It is the part of a task that
-does not depend on what the model reads.
+"""A model of `transformers` out of a folder, by its own modelling code. It is the part of a task
+that does not depend on what the model reads.
 
 Attention is torch's SDPA. The package is imported by what uses it, not by this module.
 """
