@@ -175,11 +175,6 @@ class RunConfig(Section):
                 f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
                 f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
             )
-        elif self.objective.kind == "grpo" and self.objective.text("scale_rewards") == "batch":
-            yield (
-                "objective.scale_rewards batch needs the rewards of all groups of a step, and each "
-                "trainer reads its own: use group or none"
-            )
         elif self.objective.number("beta") and not (
             self.lora.rank and self.objective.kind != "rloo"
         ):

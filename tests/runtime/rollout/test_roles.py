@@ -295,7 +295,6 @@ train: {batch_size: 16, microbatch_size: 4}
         ("rollout.max_tokens=24", "leaves no room for a prompt"),
         ("rollout.samples=1 rollout.filter=no_variance", "compares the completions of a group"),
         ("rollout.temperature=0 rollout.filter=no_variance", "draws the same completion"),
-        ("objective.scale_rewards=batch", "use group or none"),
         ("objective.beta=0.1", "use beta 0"),
         ("layout.cp=2", "cp 1"),
     ],
