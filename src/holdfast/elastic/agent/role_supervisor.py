@@ -104,6 +104,7 @@ class RoleSupervisor:
         """Start the host of a run that generates its data."""
         if self._is_on and self._task is None:
             remove_leftovers(self.folder)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user alone
             self._task = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.errors import OutOfSpaceError
 from holdfast.layout import Topology
 from holdfast.rollout.roles.messages import PolicyPart
-from holdfast.rollout.roles.weight_files import part_path, policy_folder
+from holdfast.rollout.roles.weight_files import part_path
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.state import LocalTensor
@@ -166,11 +165,3 @@ def read_policy(folder: Path, part: PolicyPart) -> dict[str, Tensor]:
                 cut = [slice(o, o + n) for o, n in zip(offsets, value.shape, strict=True)]
                 whole[tuple(cut)] = value
     return found
-
-
-def remove_other_policies(folder: Path, needed: Iterable[PolicyPart]) -> None:
-    """Remove the policies of an actor's own folder that it does not need now."""
-    keep = {policy_folder(folder, part) for part in needed}
-    for each in folder.iterdir():
-        if each.is_dir() and each not in keep:
-            shutil.rmtree(each, ignore_errors=True)

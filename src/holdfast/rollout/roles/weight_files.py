@@ -32,7 +32,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def own_folder(pid: int) -> Path:
-    """Make a folder for the policies of an actor that shares none with trainers."""
+    """Make a folder for a policy that an actor fetches from another node."""
     folder = _memory(Path(tempfile.gettempdir())) / f"holdfast-policies-{pid}"
     remove_leftovers(folder)
     folder.mkdir(mode=0o700, exist_ok=True)

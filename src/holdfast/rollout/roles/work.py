@@ -36,12 +36,7 @@ from holdfast.rollout.roles.messages import (
     Scored,
     Wanted,
 )
-from holdfast.rollout.roles.policies import (
-    fetch_policy,
-    has_policy,
-    read_policy,
-    remove_other_policies,
-)
+from holdfast.rollout.roles.policies import fetch_policy, has_policy, read_policy
 from holdfast.rollout.roles.texts import Texts, open_rewards
 from holdfast.rollout.roles.weight_files import own_folder
 from holdfast.training.engine.precision import Precision
@@ -172,18 +167,13 @@ class Actor(RoleWork[Made]):
     ) -> None:
         """folder: where the trainers of this node publish; None: there are none."""
         self._texts, self._device, self._slots = texts, device, slots
-        self._shared, self._own = folder, None if folder is not None else own_folder(os.getpid())
+        self._shared = folder
         self._decoder: PolicyDecoder | None = None
         self._tag = ""  # of the policy that the decoder has
         self._places: dict[str, list[PolicyPart]] = {}
         self._waiting: deque[Wanted] = deque()
         self._running: dict[CompletionKey, Wanted] = {}
         super().__init__(config, client, name, node, stands_in)
-
-    def close(self) -> None:
-        super().close()
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
 
     @property
     def _free(self) -> int:
@@ -250,18 +240,21 @@ class Actor(RoleWork[Made]):
         parts = self._places.get(wanted.tag, [])
         if not parts:
             raise NoQueueError("the queue names no place of the policy")
-        folder = self._shared
-        if folder is None or not has_policy(folder, parts):
-            folder = self._own = self._own or own_folder(os.getpid())
-            remove_other_policies(folder, parts)
-            fetch_policy(folder, parts, self._client.fetch)
+        folder, fetched = self._shared, None
         try:
-            weights = read_policy(folder, parts[0])
-        except Exception as error:  # the library raises its own kinds for a missing file
-            raise OSError(str(error)) from error
-        if self._decoder is None:
-            self._decoder = make_decoder(self._config, self._device, self._slots)
-        self._decoder.load(self._own_weights(weights))
+            if folder is None or not has_policy(folder, parts):
+                folder = fetched = own_folder(os.getpid())
+                fetch_policy(folder, parts, self._client.fetch)
+            try:
+                weights = read_policy(folder, parts[0])
+            except Exception as error:  # the library raises its own kinds for a missing file
+                raise OSError(str(error)) from error
+            if self._decoder is None:
+                self._decoder = make_decoder(self._config, self._device, self._slots)
+            self._decoder.load(self._own_weights(weights))
+        finally:
+            if fetched is not None:  # the decoder has a copy, and memory is short
+                shutil.rmtree(fetched, ignore_errors=True)
         self._tag = wanted.tag
         self._places = {wanted.tag: parts}
 
