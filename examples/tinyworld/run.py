@@ -172,7 +172,8 @@ def run_stage(stage: Stage, with_kills: bool) -> dict[str, Any]:
     runner.run(with_kills)
     shutil.rmtree(model, ignore_errors=True)
     _command("export", folder, "--to", model)
-    scores = judge(model, RUNS / "world" / "held_out.jsonl")
+    questions = "held_out_text.jsonl" if stage.name == "pretrain" else "held_out.jsonl"
+    scores = judge(model, RUNS / "world" / questions)
     _command("report", folder)
     evaluated = [r for r in holdfast.journal(folder) if r["kind"] == "evaluated"]
     row = {

@@ -9,7 +9,7 @@ probability is known exactly, and no model needs fewer bits for it on average. F
     chat.jsonl       questions with replies, half of them wordy, to fine-tune on
     pairs.jsonl      questions with a better and a worse reply
     prompts.jsonl    questions with their answer, for rewards
-    held_out.jsonl   questions that no other file has, by skill
+    held_out.jsonl   questions that no other file has, by skill; held_out_text.jsonl: as texts
     tokenizer/       one token a byte, and a chat template
     floor.json       bits of a byte that the text needs at least
 """
@@ -223,6 +223,11 @@ def prompt_row(task: Task) -> dict[str, Any]:
     return {"prompt": [_user(task.question)], "answer": task.answer, "skill": task.skill}
 
 
+def text_row(task: Task) -> dict[str, Any]:
+    """The same as a text to continue, for a model that knows no chat."""
+    return {"prompt": f"{task.question}: ", "answer": task.answer, "skill": task.skill}
+
+
 def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -258,6 +263,7 @@ def write_world(
         for task in _sample(tasks(skill, True), held_out, f"{seed} {skill}")
     ]
     _write(folder / "held_out.jsonl", map(prompt_row, drawn))
+    _write(folder / "held_out_text.jsonl", map(text_row, drawn))
     _write_tokenizer(folder / "tokenizer")
     bits, size = sum(b for _, b in made), sum(len(text.encode()) for text, _ in made)
     floor = {"bits_per_byte": bits / size, "documents": documents, "bytes": size}

@@ -53,7 +53,9 @@ def test_the_metrics_that_a_rule_may_name_are_those_that_objectives_report() -> 
 
     reported = {"loss", "grad_norm"}
     for kind in KINDS:
-        keys = {"kind": kind} | ({"teacher": "folder"} if kind == "distill" else {})
+        keys: dict[str, Any] = {"kind": kind}
+        if kind == "distill":
+            keys["reference"] = {"model": "folder"}
         objective = make_objective(ObjectiveConfig.model_validate(keys))
         reported |= set(objective.names) if objective is not None else set()
     assert set(METRICS) == reported
