@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))
 
-from kill_once import compare, empty, train_with_a_kill
+from kill_once import compare, empty, train_with_a_kill  # noqa: E402
 
 RUNS = Path("runs/compression")
 RECIPES = ROOT / "examples" / "compression"
@@ -37,7 +37,7 @@ def holdfast(*words: str | Path) -> str:
     """Run a command and return what it prints on standard output."""
     print(f"$ holdfast {' '.join(map(str, words))}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "holdfast.cli.main", *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr or f"exit code {done.returncode}")
     return done.stdout
