@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "examples"))
+from examples.kill_once import compare, empty, train_with_a_kill
 
-from kill_once import compare, empty, train_with_a_kill  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 RUNS = Path("runs/compression")
 RECIPES = ROOT / "examples" / "compression"

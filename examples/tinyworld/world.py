@@ -2,7 +2,7 @@
 
     python examples/tinyworld/world.py FOLDER [--seed 1] [--documents 20000]
 
-Every document is made by uniform choices, and its text says which choices were made. So its
+Every document is made by choices of known probability, and its text says which were made. So its
 probability is known exactly, and no model needs fewer bits for it on average. FOLDER gets
 
     text.jsonl       stories and worked tasks, to pretrain on
@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
@@ -73,17 +73,17 @@ def _sorts() -> Iterator[tuple[str, str]]:
 
 
 def _counts() -> Iterator[tuple[str, str]]:
-    for letter, word in product("abc", map("".join, product("abc", repeat=5))):
+    for letter, word in product("abc", map("".join, product("abc", repeat=4))):
         yield f"count {letter} in {word}", str(word.count(letter))
 
 
 def _sums() -> Iterator[tuple[str, str]]:
-    for a, b in product(range(30), repeat=2):
+    for a, b in product(range(20), repeat=2):
         yield f"add {a} {b}", str(a + b)
 
 
 def _comparisons() -> Iterator[tuple[str, str]]:
-    for a, b in permutations(range(10, 60), 2):
+    for a, b in permutations(range(10, 40), 2):
         yield f"larger {a} {b}", str(max(a, b))
 
 
@@ -91,7 +91,7 @@ def _lookups() -> Iterator[tuple[str, str]]:
     pairs = product(permutations(NAMES, 2), permutations(ITEMS, 2), (0, 1))
     for people, items, asked in pairs:
         said = " ".join(f"{n} has a {i}." for n, i in zip(people, items, strict=True))
-        yield f"{said} who has the {items[asked]}?", people[asked]
+        yield f"{said} the {items[asked]}", people[asked]
 
 
 SKILLS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
@@ -104,10 +104,13 @@ SKILLS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
     "lookup": _lookups,
 }
 
+SHARES = {"copy": 1, "reverse": 2, "sort": 2, "count": 3, "sum": 4, "compare": 3, "lookup": 5}
+"""How often a skill is drawn, relative to the other ones: hard ones are drawn more often."""
+
 
 @cache
 def tasks(skill: str, held_out: bool) -> tuple[Task, ...]:
-    """All tasks of a skill that are held out, or all others."""
+    """All tasks of a skill that are held out, or all that are not."""
     return tuple(
         Task(skill, question, answer)
         for question, answer in SKILLS[skill]()
@@ -120,7 +123,7 @@ def _is_held_out(question: str) -> bool:
 
 
 class Draw:
-    """Uniform choices, and the bits that they take."""
+    """Choices of known probability, and the bits that they take."""
 
     def __init__(self, seed: str):
         self._random = random.Random(seed)
@@ -129,6 +132,13 @@ class Draw:
     def one(self, options: Sequence[T]) -> T:
         self.bits += math.log2(len(options))
         return self._random.choice(options)
+
+    def shared(self, shares: Mapping[str, int]) -> str:
+        """A name, drawn by its share."""
+        total = sum(shares.values())
+        name = self._random.choices(list(shares), list(shares.values()))[0]
+        self.bits += math.log2(total / shares[name])
+        return name
 
     def some(self, options: Sequence[T], count: int) -> list[T]:
         """Distinct options in an order."""
@@ -159,13 +169,13 @@ def story(draw: Draw) -> str:
 
 def any_task(draw: Draw) -> Task:
     """A task of any skill that is not held out."""
-    return draw.one(tasks(draw.one(tuple(SKILLS)), False))
+    return draw.one(tasks(draw.shared(SHARES), False))
 
 
 def document(seed: int, number: int) -> tuple[str, float]:
     """Return text number `number` to pretrain on, and its bits: -log2 of its probability."""
     draw = Draw(f"{seed} text {number}")
-    if draw.one(range(STORIES)) == 0:
+    if draw.shared({"story": 1, "task": STORIES - 1}) == "story":
         return story(draw), draw.bits
     task = any_task(draw)
     return f"{task.question}: {task.answer}", draw.bits
@@ -204,6 +214,11 @@ def pair_row(seed: int, number: int) -> dict[str, Any]:
     }
 
 
+def reply_row(task: Task) -> dict[str, Any]:
+    """A question with the right short answer."""
+    return {"messages": [_user(task.question), _reply(task.answer)]}
+
+
 def prompt_row(task: Task) -> dict[str, Any]:
     return {"prompt": [_user(task.question)], "answer": task.answer, "skill": task.skill}
 
@@ -228,7 +243,7 @@ def write_world(
     """Write all files. Return the floor of the text in bits a byte.
 
     Args:
-        held_out: questions of each skill.
+        held_out: questions of each skill at most.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = [document(seed, number) for number in range(documents)]
@@ -240,7 +255,7 @@ def write_world(
     drawn = [
         task
         for skill in SKILLS
-        for task in random.Random(f"{seed} {skill}").sample(tasks(skill, True), held_out)
+        for task in _sample(tasks(skill, True), held_out, f"{seed} {skill}")
     ]
     _write(folder / "held_out.jsonl", map(prompt_row, drawn))
     _write_tokenizer(folder / "tokenizer")
@@ -248,6 +263,10 @@ def write_world(
     floor = {"bits_per_byte": bits / size, "documents": documents, "bytes": size}
     (folder / "floor.json").write_text(json.dumps(floor, indent=1) + "\n", "utf-8")
     return bits / size
+
+
+def _sample(options: Sequence[T], count: int, seed: str) -> list[T]:
+    return random.Random(seed).sample(options, min(count, len(options)))
 
 
 def _write(path: Path, rows: Iterator[dict[str, Any]] | Any) -> None:

@@ -544,3 +544,13 @@ class RoleExited(Event, kind="role_exited"):
     name: str
     node: str
     exit_code: int  # below 0: the signal that killed it
+
+
+class CompletionsShown(Event, kind="completions"):
+    """A group of completions that a step trains on, as an example."""
+
+    prompt: int  # its number
+    asked: str  # the prompt as text, cut
+    replies: list[str]  # cut
+    rewards: list[float]  # of the replies
+    is_filtered: bool = False  # nothing is learned from it

@@ -145,6 +145,16 @@ def test_fine_tuning(examples: Path, arguments: tuple[str, ...]) -> None:
     answers(runs / ("chat-lora-merged" if arguments else "chat-full-exported"))
 
 
+@pytest.mark.slow
+def test_preferences(examples: Path) -> None:
+    said = run("examples/prefer/run.py", folder=examples.parent)
+    assert_killed_and_equal(said)
+    assert "are computed before the first step" in said
+    assert "are stored: " in said, "the second run reads what the first has computed"
+    assert re.findall(r"preferred in (\d+)% of the pairs", said) == ["0", "100"]
+    assert (examples.parent / "runs" / "prefer-exported" / "model.safetensors").is_file()
+
+
 def answers(folder: Path) -> None:
     """The exported folder in transformers itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

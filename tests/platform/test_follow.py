@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,9 @@ import pytest
 
 from holdfast.plan.catalogue import Offer
 from holdfast.wire.secret_managers.request import SecretManagerError
-from holdfast_platform.clouds.ec2 import CapacityError, Instance
+from holdfast_platform.clouds.ec2 import CapacityError, Ec2Fleet, Instance, InstanceSettings
 from holdfast_platform.clouds.follow import Follower, Goal, Progress
+from holdfast_platform.clouds.sagemaker import SageMakerJobs
 
 SPOT, DEMAND = "a/spot", "a/on-demand"
 GOAL = Goal(work_h=20.0, min_nodes=2, max_nodes=2, finish_h=None, change_h=0.05, budget=None)
@@ -203,3 +205,51 @@ def test_a_cloud_that_does_not_answer_is_asked_again(world: World) -> None:
     assert world.work(loop, 20.0) == 0
     assert len([line for line in world.said if "does not answer" in line]) == 1
     assert len(world.ordered) == 2
+
+
+ITEM = (
+    "<instanceId>i-1</instanceId><instanceState><name>running</name></instanceState>"
+    "<launchTime>2026-01-01T00:00:00Z</launchTime><newField>7</newField>"
+)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "put", "named"),
+    [
+        ("<instanceId>i-1</instanceId>", "", "without instanceId"),
+        ("<launchTime>2026-01-01T00:00:00Z</launchTime>", "", "without launchTime"),
+        ("running", "", "without instanceState/name"),
+        ("running", "hibernated", "i-1 is 'hibernated', a state that is not known"),
+    ],
+)
+def test_what_ec2_leaves_out_or_says_anew_is_named(left_out: str, put: str, named: str) -> None:
+    class Service:
+        text = ITEM
+
+        def post(self, headers: object, body: object) -> bytes:
+            return f"<A><instancesSet><item>{self.text}</item></instancesSet></A>".encode()
+
+    service = Service()
+    fleet = Ec2Fleet(service, "s3://b/run", InstanceSettings("ami", "p5"))  # type: ignore[arg-type]
+    assert [each.state for each in fleet.instances()] == ["running"], "a new field is harmless"
+    service.text = ITEM.replace(left_out, put)
+    with pytest.raises(SecretManagerError, match=named):
+        fleet.instances()
+
+
+@pytest.mark.parametrize(
+    ("status", "named"),
+    [("Waiting", "run-1 is 'Waiting', a status that is not known"), (None, "no TrainingJobStatus")],
+)
+def test_what_sagemaker_leaves_out_or_says_anew_is_named(status: str | None, named: str) -> None:
+    class Service:
+        def post(self, headers: object, body: bytes) -> bytes:
+            answer = {"TrainingJobSummaries": [{"TrainingJobName": "run-1", "New": 1}]}
+            return json.dumps(answer if b"MaxResults" in body else described).encode()
+
+    described = {"TrainingJobStatus": "Failed", "FailureReason": "out of room", "New": 2}
+    jobs = SageMakerJobs(Service(), "run")  # type: ignore[arg-type]
+    assert [(each.status, each.detail) for each in jobs.trials()] == [("Failed", "out of room")]
+    described["TrainingJobStatus"] = status  # type: ignore[assignment]
+    with pytest.raises(SecretManagerError, match=named):
+        jobs.trials()

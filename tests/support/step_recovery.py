@@ -87,16 +87,22 @@ def topology_for(name: str, generation: int, ranks: Sequence[int] | None = None)
 
 
 class Survivor:
-    """One process over its generations. curve: loss and norm of each step that it applied."""
+    """One process over its generations. curve: loss, norm and an objective's means of each step
+    that it applied. data: what a session asks of `Batches`."""
+
+    data: Any = DATA
 
     def __init__(self, rank: RankContext, name: str, microbatches: int = 6) -> None:
         self.rank, self.me = rank, rank.rank
-        self.config = config_for(name, microbatches)
+        self.config = self.configured(name, microbatches)
         self.curve: dict[int, list[float]] = {}
         self.events: list[list[Any]] = []
         self.session: TrainingSession | None = None
         self.step = 0
         self.computed: dict[int, int] = {}  # microbatches, by step
+
+    def configured(self, name: str, microbatches: int) -> Any:
+        return config_for(name, microbatches)
 
     @property
     def engine(self) -> StepEngine:
@@ -112,7 +118,7 @@ class Survivor:
         engine.initialise(self.config.seed)
         for words in engine.loss_scale.state():
             words.tensor[0] = OVERFLOWING
-        self.session = make_session(self.config, engine, DATA, CPU)
+        self.session = make_session(self.config, engine, self.data, CPU)
         self._count()
 
     def train(self, last: int) -> None:
@@ -124,7 +130,7 @@ class Survivor:
         engine, place = self.engine, self.engine.groups.coordinate
         parts = engine.groups.degree("dp_shard")
         share = engine.begin(step)
-        batches = [cast(Any, DATA).microbatch(step, j, place.dp_shard, parts) for j in share]
+        batches = [self.data.microbatch(step, j, place.dp_shard, parts) for j in share]
         engine.compute(batches)
         self.rank.mark(f"computed {step}")
         verdict = engine.reduce()
@@ -146,7 +152,8 @@ class Survivor:
     def _applied(self, step: int, verdict: StepVerdict) -> None:
         assert step == self.step + 1
         self.step = step
-        self.curve[step] = [verdict.mean_loss, verdict.mean_norm]
+        means = self.engine.metrics(verdict).values()
+        self.curve[step] = [verdict.mean_loss, verdict.mean_norm, *means]
         self.engine.history.unreported_step = 0  # as the runner does once it has told of it
 
     def lose(self, last: int) -> None:
@@ -195,7 +202,7 @@ class Survivor:
         dealer: Dealer = deal,
     ) -> RecoveryResult:
         self.me = me
-        found = self._entry(topology, before, came_from, dealer).join(DATA)
+        found = self._entry(topology, before, came_from, dealer).join(self.data)
         self.step = found.step
         self._entered(found)
         return found
@@ -235,7 +242,7 @@ def _plain(event: Event) -> list[Any]:
         fed = [[e["microbatch"], e["part"], bool(e.get("stands_in"))] for e in event.entries]
         return ["fed", event.step, fed]
     assert isinstance(event, StepDone)
-    return ["done", event.step, [event.loss, event.grad_norm]]
+    return ["done", event.step, [event.loss, event.grad_norm, *event.metrics.values()]]
 
 
 class Deadly:

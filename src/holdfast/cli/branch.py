@@ -62,7 +62,7 @@ def branch(
     from holdfast.machine.hardware import detect_hardware
 
     parent = open_run(run)
-    with explain_read_errors(parent.folder), StageProgress() as progress:
+    with explain_read_errors(parent.place), StageProgress() as progress:
         show = partial(progress.show_bytes, "copied")
         made = make_branch(parent, at, to, overrides or [], detect_hardware(), show)
     command = shlex.join(["holdfast", "train", str(made.run_file)])

@@ -77,7 +77,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
     elif rows:
         print_table(rows, head=("step", "membership (generation)", "size", "commit object"))
     else:
-        say(f"{found.folder} has no checkpoint")
+        say(f"{found.place} has no checkpoint")
 
 
 @app.command()
@@ -97,7 +97,7 @@ def show(
       holdfast checkpoint show runs/quickstart 100 --json
     """
     found = open_run(run)
-    with explain_read_errors(found.folder):
+    with explain_read_errors(found.place):
         key = find_commit_key(found.store, step)
         data = found.store.get(key)
         shown = contents(Commit.from_bytes(data, key), len(data))
@@ -172,7 +172,7 @@ def verify(
     if step is None:
         keys = list_commits(found.store)
     else:
-        with explain_read_errors(found.folder):
+        with explain_read_errors(found.place):
             keys = [find_commit_key(found.store, step)]
     problems = {key: problems_of(found.store, key) for key in keys}
     # A run at work removes old ones while they are verified: nothing is wrong with those.
@@ -184,7 +184,7 @@ def verify(
         for key, value in problems.items():
             print(f"{key}: {'whole' if not value else '; '.join(value)}")
         if not problems:
-            say(f"{found.folder} has no checkpoint")
+            say(f"{found.place} has no checkpoint")
     return 1 if any(problems.values()) else 0
 
 
@@ -209,7 +209,7 @@ def diff(
       holdfast checkpoint diff runs/a runs/b
     """
     (a, run), (b, other) = _named(first), _named(second)
-    here, there = explain_read_errors(run.folder), explain_read_errors(other.folder)
+    here, there = explain_read_errors(run.place), explain_read_errors(other.place)
     with here, there, StageProgress() as progress:
         found = compare_checkpoints(a, b, partial(progress.show_bytes, "compared"))
     if json:
@@ -236,7 +236,7 @@ def _named(argument: str) -> tuple[Checkpoint, Run]:
     if not at or not (step == NEWEST_PATH or step.isdecimal()):
         run, step = argument, NEWEST_PATH  # an @ in a folder's name
     found = open_run(named_argument("run", run))
-    with explain_read_errors(found.folder):
+    with explain_read_errors(found.place):
         return Checkpoint.open(found.store, find_commit_key(found.store, step)), found
 
 
@@ -278,7 +278,7 @@ def copy(
     """
     found = open_run(run)
     target = _location(to, found)
-    with explain_read_errors(found.folder), StageProgress() as progress:
+    with explain_read_errors(found.place), StageProgress() as progress:
         key = find_commit_key(found.store, step)
         try:
             done = copy_checkpoint(
@@ -349,7 +349,7 @@ def prune(
     found = open_run(run)
     refuse_in_use(found.folder, HolderWatch(found.folder, say))
     rejected: dict[str, str] = {}
-    with explain_read_errors(found.folder):
+    with explain_read_errors(found.place):
         newest = find_newest_verified(found.store, rejected.__setitem__)
     for key, reason in rejected.items():
         say(f"passed over {key}: {reason}")

@@ -77,8 +77,7 @@ def export(
         Names | None, typer.Option(help="of the parameters (dcp); none: holdfast")
     ] = None,
     quantize: Annotated[
-        Quantize | None,
-        typer.Option(help="round the weights of blocks (hf); int4 as train.qat rounds them"),
+        Quantize | None, typer.Option(help="round the weights of blocks (hf)")
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="folder of a lora run's frozen weights, if it has moved")
@@ -146,7 +145,7 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
     checkpoint, _ = with_checkpoint(
         found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard), say
     )
-    if found.config.has_own_data:
+    if found.config.task.has_own_data:
         return checkpoint.step, False
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")

@@ -86,7 +86,7 @@ def init(
         Path | None, typer.Option(help="pairs or rated answers to tune the model of --from with")
     ] = None,
 ) -> None:
-    """Write a commented run file of 25 lines or less. Never overwrites.
+    """Write a commented run file of 27 lines or less. Never overwrites.
 
     \b
     Example:
@@ -97,7 +97,7 @@ def init(
       holdfast init better.yaml --from tuned-model --preferences pairs.jsonl
     """
     refuse_beside("--preferences", {"--chat": chat} if preferences else {})
-    rows = preferences or chat
+    rows, rate = preferences or chat, LOW_RATE if preferences else RATE
     # YAML reads 2026 as a number, so such a name is quoted.
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
     name = name.lstrip("._-") or "run"
@@ -108,8 +108,7 @@ def init(
         data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
         model=_model(from_, preferences),
         length="  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
-        rate=(SHORT_WARMUP if rows else "")
-        + ((LOW_RATE if preferences else RATE) if from_ else ""),
+        rate=(SHORT_WARMUP if rows else "") + (rate if from_ else ""),
     )
     try:
         with path.open("x", encoding="utf-8") as file:

@@ -126,6 +126,9 @@ def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -
     write_result(path, page)
     more = "; the run trains: --follow writes it again" if story.state == "running" else ""
     say(f"wrote {path}{more}")
+    for metric in story.metrics:
+        if metric.advice:
+            say(metric.advice)
     for exchange in story.exchanges:
         say(exchange.sentence())
     if story.plan is not None:

@@ -159,6 +159,11 @@ class RunConfig(Section):
                 f"{rollout.samples} does not divide it: use "
                 f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
             )
+        if self.objective.kind in ("grpo", "rloo") and rollout.samples < 2:
+            yield (
+                f"rollout.samples {rollout.samples} leaves objective.kind {self.objective.kind} "
+                "nothing to compare a completion with: use 2 or more"
+            )
         if self.model.logit_softcap and rollout.temperature not in (0, 1):
             yield (
                 f"rollout.temperature {rollout.temperature} divides logits that "
@@ -175,10 +180,12 @@ class RunConfig(Section):
                 f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
                 f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
             )
-        if self.model.logit_softcap and rollout.temperature not in (0, 1):
+        elif self.objective.number("beta") and not (
+            self.lora.rank and self.objective.kind != "rloo"
+        ):
             yield (
-                f"rollout.temperature {rollout.temperature:g} divides logits that "
-                "model.logit_softcap has capped, and training does not: use rollout.temperature 1"
+                f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
+                "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
@@ -234,6 +241,11 @@ class RunConfig(Section):
                 f"objective.kind {kind} needs complete rows, and layout.cp cuts them: use "
                 "layout.cp 1, and tp or pp"
             )
+        if self.layout.is_asynchronous:
+            yield (
+                f"objective.kind {kind} does not work with layout.schedule "
+                f"{self.layout.schedule}, whose passes overlap steps: use layout.schedule 1f1b"
+            )
         facts, kinds = self.objective.facts, self.layout.kinds
         if facts.needs_all_logits and any(degrees.tp > 1 for _, degrees in kinds):
             yield (
@@ -244,6 +256,11 @@ class RunConfig(Section):
             yield (
                 f"objective.kind {kind} has several rows in a sample, which must not see each "
                 "other: use data.attention: document"
+            )
+        if self.lora.adapter and self.objective.facts.needs_reference:
+            yield (
+                f"lora.from begins with adapters, and the reference of objective.kind {kind} is "
+                "the base without them: use model.from with a folder into which they are merged"
             )
         if kind == "distill" and self.lora.rank:
             yield "objective.kind distill has not been tried with adapters: use lora.rank 0"
@@ -256,11 +273,6 @@ class RunConfig(Section):
             yield (
                 f"objective.kind {kind} gives each target a weight of its own: use "
                 "data.chat.weights: false"
-            )
-        if self.lora.rank and needed != "none":
-            yield (
-                f"objective.kind {kind} trains a score head, and adapters are all that a run "
-                f"with lora.rank {self.lora.rank} trains: use lora.rank 0"
             )
         experts = self.model.experts
         if experts is not None and experts.has_loss:

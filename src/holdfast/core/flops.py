@@ -94,11 +94,11 @@ def dense_peak(device: str, precision: str) -> float | None:
 
 
 def run_flops_per_token(config: RunConfig) -> dict[str, float]:
-    """FLOPs of one training token by each convention. Those of a task are known if it says so, and
-    the formulas do not hold for a frozen base."""
+    """FLOPs of one training token by each convention. Those of a task are known if it says so. The
+    formulas do not hold for a frozen base, nor for a step that counts pairs or rows."""
     if config.task.flops and not config.lora.rank:
         return {TASK: config.task.flops}
-    if not config.trains_decoder or not config.model.vocab_size:
+    if not config.trains_decoder or not config.model.vocab_size or config.objective.counts:
         return {}
     length = config.data.sequence_length
     return {str(name): flops_per_token(config.model, length, name) for name in CONVENTIONS}

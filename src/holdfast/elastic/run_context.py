@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +34,10 @@ class RunContext:
     node only. generation_floor: searches for the content of a lost run folder and returns a
     generation. The run's next generations must be newer than that one. The first coordinator of the
     run calls it. trackers: run next to the agent that leads. predict: the plan of a generation, for
-    the journal. plan: where the layout of the run came from, likewise. before_joining: called in a
-    thread once the node's mover and fork server run. The node joins when it returns. stop_cause:
-    why the run's owner ends all nodes; "" if it does not, or if that is not known. It reads the run
-    folder, so call it in a thread."""
+    the journal, from its topology and what says which nodes share cores. plan: where the layout of
+    the run came from, likewise. before_joining: called in a thread once the node's mover and fork
+    server run. The node joins when it returns. stop_cause: why the run's owner ends all nodes; ""
+    if it does not, or if that is not known. It reads the run folder, so call it in a thread."""
 
     config: RunConfig
     store: RunStore
@@ -51,7 +51,7 @@ class RunContext:
     single_node_term: Term | None = None
     generation_floor: Callable[[], int] = lambda: 0
     trackers: tuple[TrackerProgram, ...] = ()
-    predict: Callable[[Topology], Event | None] = lambda topology: None
+    predict: Callable[[Topology, Mapping[str, str]], Event | None] = lambda topology, cores: None
     plan: str = ""
     before_joining: Callable[[], None] | None = None
     stop_cause: Callable[[], str] = lambda: ""

@@ -10,7 +10,7 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.loading.model_from import TRANSFORMERS_TASKS
 from holdfast.config.sections.task import refuse_task
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, packed_weights
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.parameters import SCORE, decoder_parameters
 from holdfast.errors import ConfigError
 from holdfast.export.weights import CheckpointWeights, TensorParts
 from holdfast.launch.run.runs import Run
@@ -50,6 +50,8 @@ class MergedWeights:
         from holdfast.model.lora import merged
         from holdfast.model.nf4 import rounded
 
+        if name == SCORE:
+            return self._adapters.box(name, offsets, lengths)
         base = self._base.box(name, offsets, lengths).to(self.dtype(name))
         if name in self._packed:  # what the adapters were trained with
             base = rounded(base)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.huggingface.folder import CONFIG, end_ids
 from holdfast.config.loading.model_from import TRANSFORMERS_TASK
-from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.data import DataConfig, SourceConfig
 from holdfast.config.sections.task import refuse_task
 from holdfast.data.read.chat_format import read_chat_format
 from holdfast.data.read.chat_render import ChatTemplate
@@ -227,9 +228,13 @@ def open_checkpoint(run: Run, checkpoint: Checkpoint) -> TextModel:
     tokenizer = load_tokenizer(path)
     special = dataset_tokens(run.dataset_files, tokenizer)
     stop = {special.end_id} | end_ids(settings_folder(run))
+    if run.config.rollout.is_on:  # prompts in place of a dataset, with the tokenizer of a model
+        stop |= set(stop_tokens(tokenizer, path).values())
 
     def read_template() -> ChatTemplate:
         folder = run.dataset_files
+        if run.config.rollout.is_on:
+            return _read_template(run.config.data, path)
         known = read_manifest(folder).get("chat")
         if known is None:
             raise DataError(
@@ -257,16 +262,20 @@ def open_folder(folder: Path) -> TextModel:
     path = tokenizer_file(folder)
     tokenizer = load_tokenizer(path)
 
-    def read_template() -> ChatTemplate:
-        rows = {"kind": "jsonl", "path": "rows", "rows": "messages"}
-        settings = {"tokenizer": {"path": str(path)}, "sources": [rows], "attention": "document"}
-        form = read_chat_format(DataConfig.model_validate(settings))
-        assert form is not None, "the rows are messages"
-        return ChatTemplate(form.template, dict(form.variables))
-
     model, stop = folder_decoder(folder), stop_tokens(tokenizer, path).values()
     begin, limit = describe_tokenizer(tokenizer, path).begin_id, model.config.max_position
-    return TextModel(model, limit, tokenizer, begin, stop, read_template)
+    sources = [{"kind": "jsonl", "path": "texts"}]
+    data = DataConfig.model_validate({"sources": sources})
+    return TextModel(model, limit, tokenizer, begin, stop, partial(_read_template, data, path))
+
+
+def _read_template(data: DataConfig, tokenizer: Path) -> ChatTemplate:
+    """Read the chat template that `data` names, or that lies next to a tokenizer.json."""
+    rows = SourceConfig(kind="jsonl", path="rows", rows="messages")
+    located = data.tokenizer.at(str(tokenizer))
+    form = read_chat_format(data.model_copy(update={"sources": (rows,), "tokenizer": located}))
+    assert form is not None, "the rows are messages"
+    return ChatTemplate(form.template, dict(form.variables))
 
 
 def continuations(

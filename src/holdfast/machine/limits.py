@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 _ROOT = Path("/")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 def usable_cores() -> int:
@@ -25,6 +26,20 @@ def usable_cores() -> int:
     except AttributeError:  # not on macOS
         allowed = os.cpu_count() or 1
     return max(1, min([allowed, *map(math.ceil, _core_quotas())]))
+
+
+def shared_cores_id() -> str:
+    """Return a text that processes have in common if and only if they share the same cores.
+
+    "" for a process whose cores are its own, or on a system that does not say."""
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+        boot = _BOOT_ID_FILE.read_text("ascii").strip()
+    except (AttributeError, OSError, ValueError):
+        return ""
+    if usable_cores() < len(allowed):  # a container's quota
+        return ""
+    return f"{boot}:{','.join(map(str, allowed))}"
 
 
 def usable_memory() -> int:

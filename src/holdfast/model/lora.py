@@ -6,7 +6,8 @@ are its adapters, and nothing else knows of the base: no gradient, optimizer or 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.sharding.adapters import DOWN, UP
+from holdfast.core.sharding.parameters import SCORE
 from holdfast.model.feed_forward import Linear
 from holdfast.model.nf4 import Nf4Weight
 
@@ -22,13 +24,15 @@ NONE_CUT: Mapping[str, int] = {}
 
 class LoraLinear(Linear):
     """A linear layer with an adapter. scale: of what the adapter adds. Dropout is active in passes
-    that compute gradients. first_input: of those that this rank has, if tp cuts inputs."""
+    that compute gradients. first_input: of those that this rank has, if tp cuts inputs. is_off:
+    the base alone computes."""
 
     def __init__(
         self, base: nn.Linear, rank: int, scale: float, dropout: float, first_input: int = 0
     ):
         outputs, inputs = base.weight.shape  # of this rank; base.in_features: of all ranks
         super().__init__(inputs, outputs, base.bias is not None)
+        self.is_off = False
         self.bias_share = getattr(base, "bias_share", 1.0)
         self.scale, self.dropout = scale, dropout
         self.all_inputs, self.first_input = base.in_features, first_input
@@ -37,6 +41,8 @@ class LoraLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., inputs] -> [..., outputs]"""
+        if self.is_off:
+            return super().forward(input)
         x = input
         if self.dropout and torch.is_grad_enabled():
             # Each rank draws for all inputs, so a mask does not depend on tp.
@@ -60,11 +66,26 @@ def add_adapters(
         assert isinstance(base, nn.Linear)
         how = lora.rank, lora.scale, lora.dropout, first_inputs.get(name, 0)
         setattr(module.get_submodule(parent), key, LoraLinear(base, *how))
-    for part in module.modules():
+    for name, part in module.named_modules():
+        if f"{name}.weight" == SCORE:  # it is trained
+            continue
         for key, parameter in list(part._parameters.items()):
             if parameter is not None and key not in (DOWN, UP):
                 del part._parameters[key]
                 part.register_buffer(key, None, persistent=False)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Compute with the base alone inside of it."""
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 def set_base(module: nn.Module, values: Mapping[str, Tensor | Nf4Weight]) -> None:

@@ -21,6 +21,7 @@ from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.format.stored_weights import PREFIX, check_adapter
 from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers
+from holdfast.core.sharding.parameters import SCORE
 from holdfast.errors import ModelFolderError
 from holdfast.model.new_folder import new_folder
 
@@ -30,16 +31,31 @@ VERSION_FILE = "holdfast.json"
 def read_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
     """Our parameter name -> value, of every row. Raises ModelFolderError for a folder that does not
     hold exactly the adapters of the run file."""
-    path, stored = folder / ADAPTER, check_adapter(folder, model, lora)
+    path, parts = folder / ADAPTER, check_adapter(folder, model, lora)
+    tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {ours: file.get_tensor(each.name) for ours, each in stored.items()}
+            for each in parts.values():
+                tensors[each.stored.name] = file.get_tensor(each.stored.name)
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(
             f"this is not a complete safetensors file ({error})",
             where=str(path),
             remedy="fetch it again",
         ) from error
+    found, kept = dict[str, Tensor](), dict[str, int]()
+    for ours, part in parts.items():
+        name = part.stored.name
+        found[ours] = tensors[name][part.rows, part.columns].contiguous()
+        kept[name] = kept.get(name, 0) + int(found[ours].count_nonzero())
+    for name, number in kept.items():
+        if number != int(tensors[name].count_nonzero()):
+            raise ModelFolderError(
+                f"tensor {name} mixes parts of a layer that is several of Holdfast's",
+                where=str(path),
+                remedy="merge the adapter with PEFT, and name the result in model.from",
+            )
+    return found
 
 
 def write_adapter(
@@ -74,7 +90,12 @@ def write_adapter(
         if len(downs) > 1:  # the same scale, by a larger rank
             ranks[theirs] = lora.rank * len(downs)
             alphas[theirs] = config["lora_alpha"] * len(downs)
-    patterns = {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
+    patterns: dict[str, Any] = {}
+    if ranks:
+        patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    if not model.has_language_head:
+        named[f"{PREFIX}{SCORE}"] = tensors[SCORE]
+        patterns |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     _write(folder, named, config | patterns, version)
 
 

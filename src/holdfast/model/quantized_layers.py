@@ -1,4 +1,5 @@
-"""torchao's settings of rounded weights (`train.qat`, `holdfast export --quantize`)."""
+"""torchao's settings of rounded weights, for `train.qat` and
+`holdfast export RUN --to FOLDER --quantize int4`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,12 @@ class Instance:
     @property
     def is_live(self) -> bool:
         """Return True if it is paid for."""
-        return self.state in ("pending", "running")
+        return self.state in LIVE_STATES
+
+
+LIVE_STATES = ("pending", "running")
+STATES = (*LIVE_STATES, "shutting-down", "terminated", "stopping", "stopped")
+"""All states of an instance that EC2's documentation lists."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,9 @@ class Ec2Fleet:
             raise SecretManagerError(f"the answer to {action} is no XML") from None
 
 
+_STATE = "instanceState/name"
+
+
 def _items(page: ElementTree.Element, name: str) -> Iterator[ElementTree.Element]:
     for group in page.iter(name):
         yield from group.findall("item")
@@ -172,11 +180,15 @@ def _instance(item: ElementTree.Element) -> Instance:
     tags = {
         each.findtext("key") or "": each.findtext("value") or "" for each in _items(item, "tagSet")
     }
-    began = item.findtext("launchTime") or "1970-01-01T00:00:00Z"
-    return Instance(
-        item.findtext("instanceId") or "",
-        tags.get(NODE_TAG, ""),
-        tags.get(OFFER_TAG, ""),
-        item.findtext("instanceState/name") or "",
-        datetime.fromisoformat(began).timestamp(),
-    )
+    # Without these, an instance would be ordered twice, or never ended.
+    said = {key: item.findtext(key) or "" for key in ("instanceId", "launchTime", _STATE)}
+    if lacking := [key for key, value in said.items() if not value]:
+        raise SecretManagerError(f"EC2's answer has an instance without {', '.join(lacking)}")
+    if said[_STATE] not in STATES:
+        raise SecretManagerError(
+            f"EC2 says that {said['instanceId']} is {said[_STATE]!r}, a state that is not known "
+            "here"
+        )
+    began = datetime.fromisoformat(said["launchTime"]).timestamp()
+    nodes = tags.get(NODE_TAG, ""), tags.get(OFFER_TAG, "")
+    return Instance(said["instanceId"], *nodes, said[_STATE], began)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.wire.secret_managers.aws import AwsService
-from holdfast.wire.secret_managers.request import json_object
+from holdfast.wire.secret_managers.request import SecretManagerError, json_object
 
 ENDED = ("Completed", "Failed", "Stopped")
+STATUSES = (*ENDED, "InProgress", "Stopping", "Deleting")
+"""All statuses of a training job that SageMaker's documentation lists."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class SageMakerJobs:
         asked: dict[str, Any] = {"NameContains": self._prefix, "MaxResults": 100}
         while True:
             page = self._ask("ListTrainingJobs", asked)
-            names += [each["TrainingJobName"] for each in page["TrainingJobSummaries"]]
+            names += [_said(e, "TrainingJobName") for e in page.get("TrainingJobSummaries") or ()]
             if not (token := page.get("NextToken")):
                 break
             asked["NextToken"] = token
@@ -54,7 +56,12 @@ class SageMakerJobs:
         page = self._ask("DescribeTrainingJob", {"TrainingJobName": job})
         detail = page.get("FailureReason") or page.get("SecondaryStatus") or ""
         settings = page.get("HyperParameters") or {}
-        return Trial(job, settings, str(page["TrainingJobStatus"]), str(detail))
+        status = _said(page, "TrainingJobStatus")
+        if status not in STATUSES:
+            raise SecretManagerError(
+                f"SageMaker says that {job} is {status!r}, a status that is not known here"
+            )
+        return Trial(job, settings, status, str(detail))
 
     def _ask(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         headers = {
@@ -63,3 +70,10 @@ class SageMakerJobs:
         }
         answer = self._service.post(headers, json.dumps(body).encode())
         return json_object(answer or b"{}")  # StopTrainingJob answers with nothing
+
+
+def _said(answer: Mapping[str, Any], key: str) -> str:
+    """Return a value of an answer. Raises SecretManagerError if it lacks it."""
+    if not answer.get(key):
+        raise SecretManagerError(f"SageMaker's answer has no {key}")
+    return str(answer[key])

@@ -38,6 +38,8 @@ def located(loaded: LoadedConfig, key: str) -> str:
 
 def with_value(key: str, value: str, base: str = "") -> LoadedConfig:
     given = ["cluster.notices=file"] if key.startswith("cluster.notices") else []
+    if key.startswith("objective.reference"):
+        given = ["objective.kind=dpo", "data.attention=document"]
     return resolve_config(WITH_SOURCE, "run.yaml", [*given, f"{key}={value}"], base)
 
 
@@ -86,6 +88,8 @@ def test_a_relative_path_starts_at_the_run_file_or_at_the_current_folder(key: st
     *sections, name = ("data.sources" if key == SOURCE else key).split(".")
     value = "[{kind: text, path: a/b}]" if key == SOURCE else "a/b"
     text = "cluster: {notices: file}\n" if not key.startswith("cluster") else ""
+    if sections[:1] == ["objective"]:  # a key of some kinds of objectives alone
+        text += "data: {attention: document}\n"
     for depth, section in enumerate(sections):
         text += f"{'  ' * depth}{section}:\n"
     notices = "notices: file, " if key.startswith("cluster") else ""
@@ -93,6 +97,8 @@ def test_a_relative_path_starts_at_the_run_file_or_at_the_current_folder(key: st
         text = f"cluster: {{{notices}{name}: {value}}}\n"
     else:
         text += f"{'  ' * len(sections)}{name}: {value}\n"
+    if sections[:1] == ["objective"]:
+        text += "  kind: dpo\n"
     assert located(resolve_config(text, "up/run.yaml", (), "../up"), key) == "../up/a/b"
     assert located(resolve_config(text, "run.yaml", (), ""), key) == "a/b"
     assert located(with_value(key, "a/b", "../up"), key) == "a/b"
@@ -151,6 +157,7 @@ def test_every_key_that_means_a_path_is_known() -> None:
     others |= {"launch.kubernetes.claim", "launch.kubernetes.claim_at"}  # a name; a path of pods
     others |= {"launch.ssh.python", "launch.ssh.folder"}  # paths of other hosts
     others |= {"data.chat.template_name"}  # a name in a folder
+    others |= {"rollout.rewards.*.function", "objective.reference.key"}  # names in a file, a folder
     words = ("folder", "path of", "file,", "file's path", "bucket for")
     meanings = meanings_of_keys()
     meant = {

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.loading.load import load_config
+from holdfast.config.loading.lora_from import read_adapter_config
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.adapters import adapted_layers, lora_parameters
@@ -284,3 +285,10 @@ def test_a_layer_of_phi_3_that_is_several_of_ours_gets_one_adapter(
             value = value + scale * up @ down
         torch.testing.assert_close(value, after[name])
     assert not peft
+    if targets == ["all-linear"]:
+        said = read_adapter_config(tmp_path / "adapter")
+        assert (said["rank"], said["alpha"]) == (2, 6)
+        again = lora.model_copy(update={"targets": tuple(said["targets"])})
+        back = read_adapter(tmp_path / "adapter", model, again)
+        assert back.keys() == adapters.keys()
+        assert all(torch.equal(back[name], value) for name, value in adapters.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.config.loading.load import resolve_config
+from holdfast.data.read.weight_files import weights_checksum
+from holdfast.data.stream.batch import ValidationSet
 from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.errors import ConfigError, DataError
+from holdfast.training.engine.lora_task import LoraTask
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.task import DecoderTask
 from holdfast.training.objectives.protocol import Loss, Side
 from holdfast.training.objectives.registry import make_objective
+from tests.support.adapters import write_base
 from tests.support.layouts import (
     VOCABULARY,
     assert_all_state,
@@ -30,7 +37,8 @@ from tests.support.layouts import (
 from tests.support.marks import in_campaign
 from tests.support.models import decoder as made_decoder
 from tests.support.preferences import loaded, preference_rows
-from tests.support.ranks import RankContext, rank_values
+from tests.support.ranks import RankContext, rank_values, run_ranks
+from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for
 from tests.support.tiny_training import digest
 
 STEPS, LENGTH = 3, 24
@@ -104,10 +112,25 @@ def test_gradients_are_those_of_complete_logits(kind: str) -> None:
     assert all(p.grad is None or not p.grad.any() for p in made.parameters())
 
 
+def _task(rank: RankContext, name: str, kind: str) -> DecoderTask:
+    """That of the kind. "lora-dpo" is of adapters, over a base that the first process writes;
+    "lora-dpo-still" is that without dropout, which shards draw otherwise."""
+    changes, (first, *words) = case(name).changes, kind.split("-")
+    if first != "lora":
+        return DecoderTask(_config(kind, **changes))
+    base, dropout = rank.folder / "base", 0.0 if "still" in words else 0.2
+    lora = {"rank": 4, "alpha": 8, "dropout": dropout, "base": str(base)}
+    changes |= {f"lora__{key}": value for key, value in lora.items()}
+    if not base.exists():
+        write_base(base, _config("dpo", **changes).model)
+    changes["lora__base_checksum"] = weights_checksum(base)
+    return LoraTask(_config(words[0], **changes))
+
+
 def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = _config(kind, **case(name).changes)
-    task = DecoderTask(config)
+    task = _task(rank, name, kind)
+    config, is_lora = task._config, kind.startswith("lora-")
     made = engine_for(rank, name, config, task=task)
     place, shards = made.groups.coordinate, made.groups.degree("dp_shard")
     verdicts = []
@@ -116,7 +139,9 @@ def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
             preference_rows(step, leaf, 4, VOCABULARY, LENGTH, place.dp_shard, shards)
             for leaf in made.begin(step)
         ]
-        made.compute([loaded(each, task) for each in fed])
+        if is_lora:  # the base is the reference
+            fed = [replace(each, side={}) for each in fed]
+        made.compute([loaded(each, task, step if is_lora else None) for each in fed])
         verdicts.append(made.reduce())
         made.apply(verdicts[-1])
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
@@ -137,6 +162,11 @@ def _curve(rank: RankContext, name: str, kind: str) -> dict[str, Any]:
         ("pp2-tp2", "dpo"),
         ("shard2", "kto"),
         ("pp2-tp2", "reward"),
+        ("pp2-tp2", "lora-dpo"),
+        in_campaign("pp2-tp2", "lora-reward"),
+        in_campaign("shard2", "lora-reward-still"),
+        *(in_campaign(n, "lora-dpo") for n in ("dp2", "tp2", "pp2", "zbv.pp2", "interleaved.pp2")),
+        *(in_campaign(n, "lora-dpo-still") for n in ("shard2", "zero1.2")),
         *(in_campaign(n, "dpo") for n in ("tp2", "pp2", "shard2", "zero1.2", "zbv.pp2", "dp3")),
         *(in_campaign("pp2-tp2", kind) for kind in KINDS[1:-1]),
         in_campaign("compiled.tp2", "dpo"),
@@ -159,5 +189,105 @@ def test_each_layout_gives_the_curve_of_one_worker(tmp_path: Path, name: str, ki
             assert here == pytest.approx(there, rel=1e-10)
     assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(size)], 1e-10)
     assert len(set(want["losses"])) == STEPS
+    if kind.startswith("lora-dpo"):  # B begins at zero, so the policy is the base
+        assert want["losses"][0] == pytest.approx(np.log(2), rel=1e-12)
     assert "rewards/chosen" in want["metrics"][0]
     assert np.isfinite(want["losses"]).all()
+
+
+class PreferenceData:
+    """What a session asks of `Batches`."""
+
+    def __init__(self, task: DecoderTask) -> None:
+        self._task = task
+
+    def microbatch(self, step: int, leaf: int, part: int = 0, parts: int = 1) -> TensorMicrobatch:
+        read = preference_rows(step, leaf, 4, VOCABULARY, LENGTH, part, parts)
+        return loaded(read, self._task)
+
+    def validation(self, samples: int) -> ValidationSet:
+        return ValidationSet([], 0, 1.0)
+
+
+class PreferenceSurvivor(Survivor):
+    """A process that trains on preferences."""
+
+    def configured(self, name: str, microbatches: int) -> Any:
+        size = {"train__batch_size": 4 * microbatches, "train__steps": 50}
+        config = _config("dpo", **{"model__layers": 2, **case(name).changes, **size})
+        self.data = PreferenceData(DecoderTask(config))
+        return config
+
+
+def _survive(rank: RankContext, victim: int, when: str) -> dict[str, Any]:
+    made = PreferenceSurvivor(rank, "dp3")
+    made.begin(topology_for("dp3", 1))
+    Deadly(made, victim, DIES, when)
+    made.lose(LAST)
+    made.recover(topology_for("dp2", 2), [r for r in range(3) if r != victim])
+    made.train(LAST)
+    return made.result()
+
+
+def _alone(rank: RankContext) -> dict[str, Any]:
+    made = PreferenceSurvivor(rank, "one")
+    made.begin(topology_for("one", 1))
+    made.train(LAST)
+    return made.result()
+
+
+@pytest.mark.parametrize(
+    ("when", "victim"),
+    [
+        ("told 1", 0),
+        *(in_campaign(when, 2) for when in ("forward", "backward", "whole")),
+        *(in_campaign(when, 0) for when in ("voted", "applied")),
+    ],
+)
+def test_a_lost_replica_changes_no_bit_of_losses_and_metrics(when: str, victim: int) -> None:
+    """A step that is reported by a survivor has the same means."""
+    results = run_ranks(_survive, 3, {"victim": victim, "when": when}, dies={victim: "SIGKILL"})
+    for result in results:
+        assert result.rank == victim or result.exit == 0, result.log
+    found = [result.value for result in results if result.value]
+    (alone,) = rank_values(_alone, 1)
+    assert len(found) == 2
+    for value in found:
+        assert (value["curve"], value["digest"]) == (alone["curve"], alone["digest"])
+        for what, step, numbers in value["events"]:
+            assert what == "fed" or numbers == alone["curve"][str(step)]
+    assert len(alone["curve"]["1"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("objective.kind=reward objective.beta=1", "beta is a key of dpo"),
+        ("objective.kind=dpo layout.cp=2", "layout.cp cuts them; use layout.cp 1"),
+        ("objective.kind=dpo layout.pp=2 layout.schedule=pipedream", "use layout.schedule 1f1b"),
+        ("objective.kind=dpo data.chat.weights=true", "use data.chat.weights: false"),
+        ("objective.kind=ipo objective.beta=0", "divides by zero in ipo"),
+        ("objective.kind=dpo objective.loss_type=hinge objective.label_smoothing=0.1", "no effect"),
+        ("objective.kind=dpo objective.loss_type=exo_pair", "takes the logarithm"),
+        ("objective.kind=next_token model.score_head=only", "use model.score_head: none"),
+        ("objective.kind=nonsense", "is 'nonsense', not one of next_token"),
+    ],
+)
+def test_what_an_objective_does_not_go_with_is_refused(keys: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve_config("data: {attention: document}", "run.yaml", keys.split())
+
+
+def test_a_row_without_its_side_tensor_is_refused() -> None:
+    config = _config("kto")
+    read = preference_rows(1, 0, 4, VOCABULARY, LENGTH)
+    with pytest.raises(DataError, match="needs 'label' of each row"):
+        loaded(replace(read, side={"reference": read.side["reference"]}), DecoderTask(config))
+
+
+def test_the_score_head_follows_from_the_kind() -> None:
+    found = resolve_config(
+        None, "command line", ["objective.kind=reward", "data.attention=document"]
+    )
+    assert found.config.model.score_head == "only"
+    assert str(found.origins["model.score_head"]) == "planned (objective.kind reward)"

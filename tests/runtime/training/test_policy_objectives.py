@@ -16,13 +16,8 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.objective import ObjectiveConfig
-from holdfast.training.objectives.policy import (
-    estimate_advantages,
-    group_advantages,
-    group_std,
-    leave_one_out,
-    row_values,
-)
+from holdfast.core.data.advantages import group_advantages, group_std, leave_one_out, row_values
+from holdfast.training.objectives.policy import estimate_advantages
 from holdfast.training.objectives.registry import make_objective, means_of
 from holdfast.training.objectives.rows import Rows
 
@@ -288,10 +283,6 @@ def test_advantages_of_groups() -> None:
     assert found[0] == pytest.approx([x / (std + 1e-4) for x in (0.5, -0.5, -0.5, 0.5)], abs=1e-12)
     assert (found[1] == 0).all()
     assert group_std(rewards)[1].max() == 0
-    of_batch = group_advantages(rewards, "batch")
-    assert of_batch[0] == pytest.approx(
-        (rewards[0] - 0.5) / (rewards.std(ddof=1) + 1e-4), abs=1e-12
-    )
     assert group_advantages(rewards, "none")[0] == pytest.approx([0.5, -0.5, -0.5, 0.5])
     assert leave_one_out(rewards)[0] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert leave_one_out(np.ones((2, 1))).tolist() == [[0.0], [0.0]]

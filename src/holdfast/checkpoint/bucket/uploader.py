@@ -269,6 +269,7 @@ class Uploader:
             there = list_commits(target)
             nothing = {*self._rejected_keys(), *fencing.superseded_keys(self._source, there)}
             kept = retention.kept_steps(self._source)
+            retention.mark_kept_in_source(target, kept)
             for key in retention.removable_commits(target, self._retention, (), nothing, kept=kept):
                 self._schedule_removal(key)
                 target.delete(key)

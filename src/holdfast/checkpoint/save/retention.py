@@ -37,9 +37,26 @@ KEPT_PREFIX = "kept/"
 """Objects without bytes: each names a step whose checkpoints a user keeps."""
 
 
+KEPT_IN_SOURCE_PREFIX = "kept-in-source/"
+"""The same in a bucket, of steps that the run folder keeps. Its uploader writes them."""
+
+
 def kept_steps(store: RunStore) -> set[int]:
     """Return the steps whose checkpoints stay, whatever the rules say."""
-    names = (key.removeprefix(KEPT_PREFIX) for key in store.list(KEPT_PREFIX))
+    return _marked_steps(store, KEPT_PREFIX) | _marked_steps(store, KEPT_IN_SOURCE_PREFIX)
+
+
+def mark_kept_in_source(bucket: RunStore, steps: Collection[int]) -> None:
+    """Let a bucket name the steps that the run folder keeps."""
+    there = _marked_steps(bucket, KEPT_IN_SOURCE_PREFIX)
+    for step in there - set(steps):
+        bucket.delete(f"{KEPT_IN_SOURCE_PREFIX}{step}")
+    for step in set(steps) - there:
+        bucket.create(f"{KEPT_IN_SOURCE_PREFIX}{step}", b"")
+
+
+def _marked_steps(store: RunStore, prefix: str) -> set[int]:
+    names = (key.removeprefix(prefix) for key in store.list(prefix))
     return {int(name) for name in names if name.isdecimal()}
 
 

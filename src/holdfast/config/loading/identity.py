@@ -52,9 +52,11 @@ LATER_KEYS = frozenset(
         "objective": (
             *("kind", "beta", "loss_type", "label_smoothing", "discopop_tau", "simpo_gamma"),
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
-            *("center_rewards_coefficient", "top_k", "temperature", "alpha"),
+            *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
+            *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
+            "vf_coef",
+            *("top_k", "temperature", "alpha"),
         ),
-        "objective.reference": ("checksum", "key"),
         "model": (
             *("activation", "attention_bias", "attention_scale", "attention_softcap"),
             *("embedding_multiplier", "experts", "logit_divisor", "logit_softcap"),

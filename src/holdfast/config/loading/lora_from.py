@@ -83,6 +83,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             remedy="name the folder of an adapter as PEFT writes it",
         )
     config = read_json_object(path)
+    if _keeps_scale(config):  # an export of layers that are several of ours
+        config = {k: v for k, v in config.items() if k not in ("rank_pattern", "alpha_pattern")}
     strange = list(KEYS.problems(config))
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if isinstance(targets, str) and targets != "all-linear":
@@ -102,6 +104,21 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return {"rank": rank, "alpha": float(alpha), "targets": named}
 
 
+def _keeps_scale(config: Mapping[str, Any]) -> bool:
+    """Return True if all patterns are whole multiples of rank and alpha, and alpha / rank stays."""
+    ranks: object = config.get("rank_pattern")
+    alphas: object = config.get("alpha_pattern")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict) or ranks.keys() != alphas.keys():
+        return False
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not rank:
+        return False
+    return all(
+        isinstance(own, int) and own % rank == 0 and alphas[name] == alpha * (own // rank)
+        for name, own in ranks.items()
+    )
+
+
 def expand(
     data: dict[str, Any], base: str, model: ModelFolder | None
 ) -> tuple[dict[str, Any], AdapterFolder | None, tuple[str, ...]]:
@@ -110,6 +127,13 @@ def expand(
 
     base: the folder that a relative path starts at. Raises ConfigError and ModelFolderError."""
     section = data.get("lora")
+    named = section.get("from") if isinstance(section, dict) else section
+    if isinstance(named, list):
+        raise ModelFolderError(
+            f"a run trains one adapter, and this names {len(named)}",
+            where=KEY if isinstance(section, dict) else "lora",
+            remedy="begin a run for each, with the same model.from",
+        )
     if not isinstance(section, dict) or not section:
         return data, None, ()
     own = {key: value for key, value in section.items() if key != "from"}

@@ -89,6 +89,13 @@ def expand(
     model = read_folder_model(path)
     if own.get("vocab_size") == 0:
         del own["vocab_size"]
+    objective = data.get("objective")
+    kind = objective.get("kind") if isinstance(objective, dict) else None
+    if not model.has_language_head and kind != "reward":
+        raise ConfigError(
+            f"{KEY} {named} is a reward model, which cannot predict tokens",
+            remedy="name a language model, or use objective.kind: reward",
+        )
     values = model.model_dump(mode="json")
     del values["score_head"]  # that of this run follows from its objective
     adapters = data.get("lora")

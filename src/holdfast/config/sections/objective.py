@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -33,6 +33,10 @@ DpoLoss = Literal[
     "discopop",
     "sigmoid_norm",
 ]
+GrpoLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+LossType = Literal[DpoLoss, GrpoLoss]
+_CLIPPED: dict[str, float | str] = {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.0}
+"""Keys of all policy gradients. epsilon_high 0: epsilon."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class KindOfObjective:
     has_score_head: bool = False  # a head [1, D] gives a value of each token
     has_language_head: bool = True  # the vocabulary's head is used
     needs_reference: bool = False  # log-probabilities under the reference
+    makes_rows: bool = False  # rows are completions, which the run generates (section rollout)
     has_rows: bool = True  # a sample has several rows, which must not see each other
     needs_all_logits: bool = False  # of a token, on one rank
 
@@ -76,15 +81,29 @@ KINDS: Mapping[str, KindOfObjective] = {
         has_score_head=True,
         has_language_head=False,
     ),
+    "grpo": KindOfObjective(
+        {
+            **_CLIPPED,
+            "loss_type": "dapo",
+            "importance_sampling_level": "token",
+            "scale_rewards": "group",
+            "max_completion_length": 0.0,
+        },
+        "rows",
+        makes_rows=True,
+    ),
+    "rloo": KindOfObjective(_CLIPPED, "rows", makes_rows=True),
+    "ppo": KindOfObjective(
+        {**_CLIPPED, "gamma": 1.0, "lam": 0.95, "cliprange_value": 0.5, "vf_coef": 0.5},
+        has_score_head=True,
+        makes_rows=True,
+    ),
     "distill": KindOfObjective(
         {"top_k": 64, "temperature": 1.0, "alpha": 0.5, "beta": 0.0},
         needs_reference=True,
         has_rows=False,
         needs_all_logits=True,
     ),
-    "grpo": KindOfObjective({}, "rows"),
-    "rloo": KindOfObjective({}, "rows"),
-    "ppo": KindOfObjective({}, "rows", has_score_head=True),
 }
 
 
@@ -96,9 +115,11 @@ class ObjectiveConfig(Section):
     teacher's likeliest tokens; policy gradients: grpo, rloo, ppo"""
     beta: Branch[float | None] = Field(None, ge=0)
     """dpo, ipo, kto: strength of the pull to the reference (0.1); simpo: scale of rewards (2.0);
-    orpo: weight of the odds ratio (0.1); distill: 0 is the forward KL, 1 the reverse one (0)"""
-    loss_type: Branch[DpoLoss | None] = None
-    """dpo: the loss of a pair (sigmoid); names of TRL"""
+    orpo: weight of the odds ratio (0.1); distill: 0 is the forward KL, 1 the reverse one (0);
+    grpo, rloo, ppo: weight of the KL to the reference (0)"""
+    loss_type: Branch[LossType | None] = None
+    """dpo: the loss of a pair (sigmoid); grpo: what divides a completion's sum (dapo: the tokens of
+    the step; grpo: its own; dr_grpo: max_completion_length); names of TRL"""
     label_smoothing: Branch[float | None] = Field(None, ge=0, lt=1)
     """dpo, simpo: share of pairs whose order is taken to be wrong (0)"""
     discopop_tau: Branch[float | None] = Field(None, gt=0)
@@ -113,6 +134,24 @@ class ObjectiveConfig(Section):
     """kto: weight of the unwanted rows (1)"""
     center_rewards_coefficient: Branch[float | None] = Field(None, ge=0)
     """reward: weight of a term that centres rewards at 0 (0)"""
+    epsilon: Branch[float | None] = Field(None, gt=0, lt=1)
+    """grpo, rloo, ppo: ratios are clipped at 1 - epsilon and 1 + epsilon (0.2)"""
+    epsilon_high: Branch[float | None] = Field(None, ge=0)
+    """grpo, rloo, ppo: the upper clip, if it is another; 0: epsilon"""
+    importance_sampling_level: Branch[Literal["token", "sequence"] | None] = None
+    """grpo: ratios of tokens, or of complete rows as in GSPO (token)"""
+    scale_rewards: Branch[Literal["group", "none"] | None] = None
+    """grpo: group: the standard deviation of a group divides its advantages (group)"""
+    max_completion_length: Branch[int | None] = Field(None, ge=0)
+    """grpo with loss_type dr_grpo: what divides a completion's sum: rollout.max_tokens"""
+    gamma: Branch[float | None] = Field(None, gt=0, le=1)
+    """ppo: discount of each token (1)"""
+    lam: Branch[float | None] = Field(None, ge=0, le=1)
+    """ppo: lambda of generalised advantage estimation (0.95)"""
+    cliprange_value: Branch[float | None] = Field(None, gt=0)
+    """ppo: furthest that a value moves from that before the step (0.5)"""
+    vf_coef: Branch[float | None] = Field(None, ge=0)
+    """ppo: weight of the loss of values (0.5)"""
 
     top_k: Branch[int | None] = Field(None, ge=1, le=1024)
     """distill: likeliest tokens that are stored of each place (64)"""
@@ -142,7 +181,8 @@ class ObjectiveConfig(Section):
     def counts(self) -> str:
         """What the weight of a microbatch counts, if it is not tokens."""
         unit = self.facts.unit
-        return "" if unit == "tokens" else unit
+        by_tokens = self.kind == "grpo" and self.text("loss_type") in ("bnpo", "dapo")
+        return "" if unit == "tokens" or by_tokens else unit
 
     def number(self, key: str) -> float:
         """Return a key's value, or the default of the kind."""
@@ -173,8 +213,16 @@ class ObjectiveConfig(Section):
                 f"reference.model has no effect, as kind {self.kind} needs no reference: use "
                 f"objective.kind: {kinds[0]}, or remove the key"
             )
-        if self.kind == "dpo":
+        losses = {"dpo": get_args(DpoLoss), "grpo": get_args(GrpoLoss)}.get(self.kind, ())
+        if self.loss_type is not None and losses and self.loss_type not in losses:
+            yield (
+                f"loss_type {self.loss_type} is none of kind {self.kind}: use "
+                f"{', '.join(losses[:-1])} or {losses[-1]}"
+            )
+        elif self.kind == "dpo":
             yield from self._broken_dpo_rules()
+        elif self.kind == "grpo":
+            yield from self._broken_grpo_rules()
         if self.kind == "distill" and not self.reference.model:
             yield (
                 "kind distill has no teacher: use reference: {model: FOLDER}, in Hugging Face form"
@@ -183,6 +231,19 @@ class ObjectiveConfig(Section):
             yield f"beta {self.beta} is above 1, the reverse KL: use beta 1"
         if self.kind in ("ipo", "simpo") and self.beta == 0:
             yield f"beta 0 divides by zero in {self.kind}: use {self.facts.defaults['beta']}"
+
+    def _broken_grpo_rules(self) -> Iterator[str]:
+        is_divided = self.text("loss_type") == "dr_grpo"
+        if is_divided and not self.max_completion_length:
+            yield (
+                "loss_type dr_grpo divides by max_completion_length: use the value of "
+                "rollout.max_tokens"
+            )
+        if self.max_completion_length and not is_divided:
+            yield (
+                f"max_completion_length has no effect with loss_type {self.text('loss_type')}: "
+                "use loss_type: dr_grpo"
+            )
 
     def _broken_dpo_rules(self) -> Iterator[str]:
         smoothing, loss = self.number("label_smoothing"), self.text("loss_type")

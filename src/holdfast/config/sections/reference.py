@@ -3,19 +3,17 @@ teacher of a distillation."""
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from holdfast.config.sections.base import InPlace, Never, Section
+from holdfast.config.sections.base import InPlace, Section
 
 
 class ReferenceConfig(Section):
     """A frozen model, of which only log-probabilities are used. They are computed once, and kept
     next to the dataset."""
 
-    model: InPlace[str] = Field("")
+    model: InPlace[str] = ""
     """folder in Hugging Face form; empty: the weights that the run begins with. distill: the
     teacher, of any shape, with the vocabulary of the data"""
-    checksum: Never[str] = ""
+    checksum: InPlace[str] = ""
     """of its weights; other ones are refused (planned)"""
-    key: Never[str] = ""
+    key: InPlace[str] = ""
     """folder with the log-probabilities, below `reference` of the dataset (planned)"""

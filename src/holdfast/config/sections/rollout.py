@@ -39,7 +39,12 @@ class RolloutConfig(Section):
     """processes of each node that rate completions; 0: the trainers rate them"""
     slots: InPlace[int] = Field(1, ge=1, le=4096)
     """completions that one actor generates at a time. A killed actor loses what it has of them"""
+    show_every: InPlace[int] = Field(10, ge=0)
+    """steps between two groups of completions that the journal and the report show; 0: none"""
     version: Branch[str] = Field("", description="of prompts and tokenizer (planned)")
+    rewards_version: InPlace[str] = ""
+    """digest of rewards and their files (planned). A run continues with a function that was mended,
+    and says so"""
     places: InPlace[dict[str, str]] = Field(default_factory=dict)
     """where the files that prompts, rewards and tokenizer name lie (planned)"""
     count: Branch[int] = Field(0, ge=0, description="number of prompts (planned)")

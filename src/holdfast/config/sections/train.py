@@ -28,6 +28,15 @@ MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
+METRICS = (
+    *("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "kl"),
+    *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+    *("completions/mean_length", "completions/clipped_ratio", "value_loss", "value_clip_ratio"),
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+    *("logps/chosen", "logps/rejected", "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+    *("cross_entropy", "divergence"),
+)
+"""What steps report: loss, norm, and the sums of all objectives."""
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -80,6 +89,40 @@ class EvaluateConfig(Section):
     samples: int = Field(64, ge=1, description="validation samples, the same each time")
 
 
+class StopRuleConfig(Section):
+    """Ends the run by the mean of a metric over its newest steps. The state is saved."""
+
+    metric: str = "loss"
+    """loss, grad_norm, or a metric of objective.kind, as reward, kl or entropy"""
+    steps: int = Field(10, ge=1, description="length of the mean")
+    below: float | None = Field(None, description="stop if the mean is lower")
+    above: float | None = Field(None, description="stop if the mean is higher")
+    falls: float | None = Field(None, gt=0)
+    """stop if the mean is so much lower than the best one so far"""
+    fails: bool | None = None
+    """true: the exit code is 3, false: 0; none: true with falls, false otherwise"""
+
+    @field_validator("metric")
+    @classmethod
+    def _is_reported(cls, metric: str) -> str:
+        if metric in METRICS:
+            return metric
+        near = nearest_of(metric, METRICS)
+        raise ValueError(
+            f"no step reports {metric!r}: use {near or 'one of ' + ', '.join(METRICS)}"
+        )
+
+    @property
+    def is_failure(self) -> bool:
+        return self.falls is not None if self.fails is None else self.fails
+
+    def broken_rules(self) -> Iterator[str]:
+        limits = [key for key in ("below", "above", "falls") if getattr(self, key) is not None]
+        if len(limits) != 1:
+            said = " and ".join(limits) or "no limit"
+            yield f"a rule has {said}: use one of below, above and falls"
+
+
 class TrainConfig(Section):
     steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
     epochs: InPlace[float] = Field(0.0, ge=0, le=10**6)
@@ -114,6 +157,9 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()
+    stop: InPlace[tuple[StopRuleConfig, ...]] = ()
+    """rules that end the run before its last step: a target that is reached, a reward that
+    collapses"""
     memory: InPlace[MemoryConfig] = MemoryConfig()
 
     @field_validator("recompute", mode="before")

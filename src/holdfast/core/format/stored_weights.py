@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from holdfast.config.huggingface.weight_files import (
     read_weights,
 )
 from holdfast.core.format.hf_names import NameMap
-from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers, lora_parameters
+from holdfast.core.sharding.adapters import DOWN, UP, adapted_layers, linear_layers
 from holdfast.errors import ModelFolderError, nearest_of
 
 if TYPE_CHECKING:
@@ -53,29 +54,21 @@ def check_weights(folder: Path, names: NameMap, remedy: str = "") -> dict[str, S
     return found
 
 
-def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
-    """Our parameter name -> PEFT's, of every row. Raises ModelFolderError if one layer of Hugging
-    Face is several of ours."""
-    layers = linear_layers(model)
-    theirs = [name for name, _ in layers.values()]
-    found: dict[str, str] = {}
-    for ours in adapted_layers(model, lora):
-        name = layers[ours][0]
-        if theirs.count(name) > 1:
-            raise ModelFolderError(
-                f"{name} is one layer for PEFT and several of Holdfast's, so their adapters do not "
-                "fit each other",
-                remedy="merge the adapter with PEFT, and name the result in model.from",
-            )
-        for matrix in (DOWN, UP):
-            found[f"{ours}.{matrix}"] = f"{PREFIX}{name}.{matrix}.weight"
-    return found
+@dataclass(frozen=True)
+class AdapterPart:
+    """Where a row of the run's adapters lies in an adapter folder."""
+
+    stored: StoredTensor
+    rows: slice
+    columns: slice
 
 
-def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, StoredTensor]:
-    """Return an adapter's tensors by our names. Names of a compiled or wrapped module, of a
-    distributed one, and with the adapter's own name count as PEFT's. Raises ModelFolderError for a
-    folder that does not hold exactly the adapters of the run file."""
+def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[str, AdapterPart]:
+    """Return an adapter's parts by our names. Names of a compiled or wrapped module, of a
+    distributed one, and with the adapter's own name count as PEFT's. A layer that is several of
+    ours has the rows of all A, and all B as blocks of a diagonal, as an export writes them.
+
+    Raises ModelFolderError for a folder that does not hold exactly the adapters of the run file."""
     there: dict[str, StoredTensor] = {}
     for stored in read_adapter_weights(folder).values():
         name = plain_name(stored.name)
@@ -86,9 +79,11 @@ def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[st
                 remedy="save one adapter in the folder",
             )
         there[name] = stored
-    names = peft_names(model, lora)
-    shapes = {row.name: row.shape for row in lora_parameters(model, lora)}
-    wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
+    places = _places(model, lora)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in places.values():
+        most = wanted.get(name, (0, 0))
+        wanted[name] = max(most[0], rows.stop), max(most[1], columns.stop)
     unknown = sorted(there.keys() - wanted.keys())
     problems = [
         *(f"{name} is missing{_instead(name, unknown)}" for name in wanted if name not in there),
@@ -102,14 +97,38 @@ def check_adapter(folder: Path, model: ModelConfig, lora: LoraConfig) -> dict[st
     ]
     if problems:
         more = f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
+        fused = len(places) > len(wanted)
+        if fused:
+            more += ", where a layer of PEFT is several of Holdfast's, with a rank each"
         raise ModelFolderError(
             f"tensor {problems[0]}{more}",
             where=str(folder / ADAPTER),
-            remedy="name the base that the adapter was trained on in model.from",
+            remedy="merge the adapter with PEFT, and name the result in model.from"
+            if fused
+            else "name the base that the adapter was trained on in model.from",
         )
     for stored in there.values():
         _refuse_dtype(stored)
-    return {ours: there[theirs] for ours, theirs in names.items()}
+    return {ours: AdapterPart(there[name], *cut) for ours, (name, *cut) in places.items()}
+
+
+def _places(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[str, slice, slice]]:
+    """Our parameter name -> PEFT's tensor, with the rows and columns in it, of every row."""
+    layers, adapted = linear_layers(model), adapted_layers(model, lora)
+    outputs, parts = dict[str, int](), dict[str, int]()  # of each of their layers, so far
+    found: dict[str, tuple[str, slice, slice]] = {}
+    for ours, (theirs, shape) in layers.items():
+        first = outputs.get(theirs, 0)
+        outputs[theirs] = first + shape[0]
+        if ours not in adapted:
+            continue
+        rank = slice(parts.get(theirs, 0), parts.get(theirs, 0) + lora.rank)
+        parts[theirs] = rank.stop
+        name = f"{PREFIX}{theirs}"
+        found[f"{ours}.{DOWN}"] = (f"{name}.{DOWN}.weight", rank, slice(0, shape[1]))
+        rows = slice(first, outputs[theirs])
+        found[f"{ours}.{UP}"] = (f"{name}.{UP}.weight", rows, rank)
+    return found
 
 
 def plain_name(name: str) -> str:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from holdfast.config.sections.lora import ALL_LINEAR, NF4
 from holdfast.core.format.hf_names import huggingface_map
-from holdfast.core.sharding.parameters import Init, Parameter, Uniform, Zeros, decoder_parameters
+from holdfast.core.sharding.parameters import (
+    SCORE,
+    Init,
+    Parameter,
+    Uniform,
+    Zeros,
+    decoder_parameters,
+)
 from holdfast.core.sharding.sharding_table import Sharding, sharding_table
 from holdfast.errors import ConfigError
 
@@ -93,8 +100,10 @@ def adapter_init(name: str, shape: tuple[int, ...]) -> Init:
 
 
 def lora_parameters(model: ModelConfig, lora: LoraConfig) -> tuple[Parameter, ...]:
-    """The rows of all that a run of adapters trains, in the order of the module's."""
-    return adapter_rows(adapted_layers(model, lora), lora.rank)
+    """The rows of all that a run of adapters trains, in the order of the module's. A score head is
+    new, so it is trained in full."""
+    score = tuple(row for row in decoder_parameters(model) if row.name == SCORE)
+    return adapter_rows(adapted_layers(model, lora), lora.rank) + score
 
 
 def adapter_shardings(model: ModelConfig, lora: LoraConfig) -> dict[str, Sharding]:
@@ -112,7 +121,7 @@ def adapter_shardings(model: ModelConfig, lora: LoraConfig) -> dict[str, Shardin
             units = row.tp_units if is_cut else 1
             cut = Sharding(dim if is_cut else None, units, row.positions, per_token=False)
             found[f"{layer}.{matrix}"] = cut
-    return found
+    return found | {name: row for name, row in base.items() if name == SCORE}
 
 
 def refuse_bare_stage(

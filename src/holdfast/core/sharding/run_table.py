@@ -163,7 +163,8 @@ def run_block_costs(config: RunConfig) -> BlockCosts:
     if not count:
         return BlockCosts((0.0,), (sum(prod(row.shape) for row in trained),))
     if config.trains_decoder:
-        return block_costs(config.model, config.data.sequence_length)
+        found = block_costs(config.model, config.data.sequence_length)
+        return replace(found, last=(found.last[0] * _head_passes(config), found.last[1]))
     sizes = dict.fromkeys(range(-1, count + 1), 0)
     for row in trained:
         sizes[row.positions[0]] += prod(row.shape)
@@ -171,5 +172,13 @@ def run_block_costs(config: RunConfig) -> BlockCosts:
     times, end = tuple(map(float, blocks)), float(last)
     if config.has_decoder:
         costs = block_costs(config.model, config.data.sequence_length)
-        times, end = costs.times, costs.last[0]
+        times, end = costs.times, costs.last[0] * _head_passes(config)
     return BlockCosts(times, tuple(blocks), (0.0, first), (end, last))
+
+
+def _head_passes(config: RunConfig) -> float:
+    """The time of the vocabulary's head over that of training on the next token. An objective needs
+    one more forward pass of it, which is a third. A reward model has no such head."""
+    if not config.model.has_language_head:
+        return 0.0
+    return 1.0 if config.objective.is_next_token else 4 / 3

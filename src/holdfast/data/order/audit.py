@@ -143,8 +143,9 @@ class AuditedBatches(Protocol):
 
     microbatch_size: int
     schedule: BatchSchedule
-    order: SampleOrder
 
+    @property
+    def order(self) -> SampleOrder: ...
     @property
     def dataset(self) -> AuditedData: ...
     def hash_of(self, start: int, stop: int) -> str:

@@ -233,6 +233,7 @@ class NodeAgent:
     # --- taking part ----------------------------------------------------------------------------
     async def _take_part_in_run(self) -> int:
         places, manager = self._context.places, self._parts.processes.process_manager
+        self._parts.roles.start()  # its imports take as long as those of the fork server
         try:
             if self._context.before_joining is not None:
                 await manager.ensure_processes(places)
@@ -246,7 +247,6 @@ class NodeAgent:
             self._say(str(error))
             return 1
         self._parts.processes.publish_mover_address()
-        self._parts.roles.start()
         if self._context.single_node_term is None:
             await self._parts.processes.publish_identity()
         try:
@@ -367,6 +367,8 @@ class NodeResult:
         if short:
             return CannotGoOnError.exit_code
         is_left = result.exit_code == 0 and result.is_resumable
+        if is_left and (rule := self.parts.shutdown_controller.ended_by) is not None:
+            return CannotGoOnError.exit_code if rule.is_failure else 0
         return self._left_code if is_left else result.exit_code
 
     @property

@@ -93,6 +93,7 @@ class AgentParts:
         self.processes.attach(self.role_loop.publish_mover, self.role_loop.publish_identity)
         self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
+        records.on_stop = self.shutdown_controller.stop_by_rule
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""

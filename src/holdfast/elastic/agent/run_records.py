@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from holdfast.config.sections.train import StopRuleConfig
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
 from holdfast.elastic.event_log import EventLog, Observer, Say
 from holdfast.elastic.notices.handler import NoticeHandler
@@ -19,6 +20,7 @@ from holdfast.events import (
     SaveWaiting,
     StepDone,
 )
+from holdfast.policy.detection.stop_rules import StopDecision, StopRule, StopRules
 from holdfast.policy.saving.failure_classes import FailureHistory
 from holdfast.policy.saving.failure_rate import FailureRate
 from holdfast.wire.journal import read_journal
@@ -40,10 +42,23 @@ class RunRecords:
         self.ledger_coverage = LedgerCoverage(config, snapshots_follow_ledger=alone)
         learn: list[Observer] = [self.failure_history.observe, self.notice_handler.observe]
         learn.append(lambda record: self.progress.observe(record))
+        learn.append(self._apply_stop_rules)
         if alone:
             learn.append(lambda record: self.ledger_coverage.observe(record.event))
         self.event_log = EventLog(context.store, [*learn, *observers], say, context.node_suffix)
         self.progress = LearntProgress(self.event_log)
+        self._stop_rules = StopRules([_rule(each) for each in config.train.stop])
+        self.on_stop: Callable[[StopDecision], None] = lambda decision: None
+        """Called when a rule of train.stop ends the run."""
+
+    def _apply_stop_rules(self, record: Record) -> None:
+        """Give a step of this session to the rules of train.stop."""
+        if isinstance(event := record.event, StepDone) and (decision := self._judge(event)):
+            self.on_stop(decision)
+
+    def _judge(self, event: StepDone) -> StopDecision | None:
+        values = {"loss": event.loss, "grad_norm": event.grad_norm, **event.metrics}
+        return self._stop_rules.add(event.step, values)
 
     async def load_earlier_sessions(self) -> None:
         """Learn the failures and save times of earlier sessions from the journal, if readable."""
@@ -55,6 +70,13 @@ class RunRecords:
         for record in records:
             self.failure_history.observe(record)
             self.notice_handler.measurements.observe(record)
+            if isinstance(record.event, StepDone):
+                self._judge(record.event)
+
+
+def _rule(config: StopRuleConfig) -> StopRule:
+    limits = config.below, config.above, config.falls
+    return StopRule(config.metric, config.steps, *limits, config.is_failure)
 
 
 class LearntProgress:

@@ -38,6 +38,7 @@ from holdfast.events import (
     SaveWaiting,
     StopRequested,
 )
+from holdfast.policy.detection.stop_rules import StopDecision
 from holdfast.policy.membership.election import Role
 from holdfast.policy.membership.transitions import NodeStage, Phase
 
@@ -78,6 +79,7 @@ class ShutdownController:
 
     def __post_init__(self) -> None:
         self.reason: str | None = None
+        self.ended_by: StopDecision | None = None
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
         self._deferred_notices = DeferredNotices()
         self._clock = asyncio.get_running_loop().time
@@ -165,6 +167,13 @@ class ShutdownController:
         if self.node_runner.generation:
             self.event_log.emit("agent", StopRequested(reason, step=self._newest_step))
         self.run_controller.stop_waiting(reason)  # acts if no node works
+
+    def stop_by_rule(self, decision: StopDecision) -> None:
+        """Stop all of the run at the next step, as a rule of train.stop says."""
+        if self.reason is None:
+            self.ended_by = decision
+            self._is_whole_run_leaving = True
+            self.begin_shutdown(f"train.stop.{decision.rule}: {decision.sentence}")
 
     def end_without_step(self) -> None:
         """End a run that must stop, if its generation has not completed a step.

@@ -73,6 +73,8 @@ class GenerationPlanner:
         self.cause = ""  # what ended the last generation, for people; "" if nothing was lost
         self.relative_speeds: dict[tuple[str, int], float] = {}
         """Relative speed of each slow process, by node and process; a normal one has 1."""
+        self.cores_by_node: dict[str, str] = {}
+        """`AgentFacts.cores` of the nodes that are present and have said it."""
         self._reported_losses: set[tuple[int, str]] = set()
         self.is_session_start = True
         """True if a session of the run begins with the generation that was planned last."""
@@ -161,6 +163,9 @@ class GenerationPlanner:
             name: peer
             for name, one in node_reports.items()
             if state.node(name) is not None and (peer := one.facts.peer) is not None
+        }
+        self.cores_by_node = {
+            name: one.facts.cores for name, one in node_reports.items() if one.facts.cores
         }
         self._present_nodes = frozenset(node.name for node in state.nodes)
         keys, held = _collect_held_states(node_reports, {node.name for node in state.nodes})

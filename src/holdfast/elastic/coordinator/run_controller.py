@@ -71,14 +71,20 @@ BAD_STEP_REASONS = ("non_finite", "loss_jump")
 
 
 def _emit_with_plan(
-    log: EventLog, predict: Callable[[Topology], Event | None], say: Say, event: Event
+    log: EventLog,
+    predict: Callable[[Topology, Mapping[str, str]], Event | None],
+    planner: Callable[[], GenerationPlanner | None],
+    say: Say,
+    event: Event,
 ) -> None:
     """Emit an event. After the start of a generation, emit what its plan predicts."""
     log.emit("agent", event)
     if not isinstance(event, GenerationStarted):
         return
     try:
-        predicted = predict(Topology.from_json(event.topology))
+        lead = planner()
+        cores = {} if lead is None else lead.cores_by_node
+        predicted = predict(Topology.from_json(event.topology), cores)
     except (UserError, ArithmeticError, LookupError, ValueError) as error:
         # A run does not end because its plan has a mistake.
         say(f"these workers have no predicted speed: {error!r}")
@@ -249,7 +255,13 @@ class RunController:
                 self._layout_planner,
                 self._mover,
                 self._hooks.rendezvous_address,
-                partial(_emit_with_plan, self._event_log, it.predict, self._say),
+                partial(
+                    _emit_with_plan,
+                    self._event_log,
+                    it.predict,
+                    lambda: self._generation_planner,
+                    self._say,
+                ),
                 self._on_generation_created,
                 partial(_newest_durable_step, it.store),
                 alone,

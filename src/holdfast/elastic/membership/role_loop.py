@@ -39,6 +39,7 @@ from holdfast.elastic.protocol.generation_record import GenerationRecord, read_r
 from holdfast.elastic.protocol.messages import handler_of
 from holdfast.elastic.run_result import EndReason, RunEndedError, refuse_join
 from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.machine.limits import shared_cores_id
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, LackedMajority, Role
 from holdfast.policy.membership.node_identity import NodeIdentity
@@ -96,7 +97,7 @@ class RoleLoop:
         self._session = CoordinatorSession(
             self._membership,
             places,
-            AgentFacts(address),
+            AgentFacts(address, cores="" if own_term is not None else shared_cores_id()),
             secret,
             read_generation or partial(read_record, store),
         )

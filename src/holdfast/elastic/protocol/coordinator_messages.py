@@ -72,12 +72,14 @@ class AgentFacts(JsonMessage):
 
     address: "host:port", where it listens. peer: its mover; None: it has none. identity: what of
     its node decides the bits that it computes; None for an older agent, and in a run of one node.
+    cores: equal for nodes that share one machine's cores (`machine/limits.py`); "": unknown.
     """
 
-    absent_if_default = frozenset({"identity"})
+    absent_if_default = frozenset({"identity", "cores"})
     address: str = ""
     peer: Peer | None = None
     identity: NodeIdentity | None = None
+    cores: str = ""
 
 
 @dataclass

@@ -160,30 +160,27 @@ class Worker:
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.reporter.progress_meter.device_progress = engine.groups.device_progress
+        self._fill_reference(session)
+        self.is_training = True
         roles = self._connect_roles(session)
         try:
             inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
-            with connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside):
-                alive = partial(self.reporter.progress, self.step, "reference")
-                fill_reference(session, self.step, self.reporter.emit, alive)
-                self.is_training = True
-                with session.loader(self.step) as loader:
-                    self._watch_loader(loader)
-                    return TrainingLoop(
-                        session.engine,
-                        membership,
-                        self.reporter,
-                        saver,
-                        session.evaluator,
-                        config,
-                        start_step=self.step,
-                        stats=_failure_stats(self._setup.spec),
-                        tier_durations=lambda: (
-                            self.reporter.requests.tier_durations or TierDurations()
-                        ),
-                        is_in_danger=lambda: self.reporter.requests.is_in_danger,
-                        retry=retry,
-                    ).run(loader)
+            waking = connection.halts.interruptible(self._interrupt_training, exits_if_stuck=inside)
+            with waking, session.loader(self.step) as loader:
+                self._watch_loader(loader)
+                return TrainingLoop(
+                    session.engine,
+                    membership,
+                    self.reporter,
+                    saver,
+                    session.evaluator,
+                    config,
+                    start_step=self.step,
+                    stats=_failure_stats(self._setup.spec),
+                    tier_durations=lambda: self.reporter.requests.tier_durations or TierDurations(),
+                    is_in_danger=lambda: self.reporter.requests.is_in_danger,
+                    retry=retry,
+                ).run(loader)
         finally:
             self._feed = None
             if roles is not None:
@@ -199,7 +196,7 @@ class Worker:
         place = TrainerPlace(
             spec.agent, self._secret, Path(spec.policies), self._setup.device, self.reporter.emit
         )
-        self._feed = connect_roles(self._setup.config, batches, session.engine, place)
+        self._feed = connect_roles(self._setup.config, batches, session.engine, place, self.step)
         return batches
 
     def _watch_loader(self, loader: ShareLoader) -> None:
@@ -215,6 +212,13 @@ class Worker:
             feed.trained_step = step
 
         loader.on_wait, loader.on_step, loader.on_close = wait, take, feed.interrupt
+
+    def _fill_reference(self, session: TrainingSession) -> None:
+        """Compute the reference log-probabilities that no node has. Raises what `train` raises."""
+        inside, halts = len(session.groups.replica.ranks) > 1, self.connection.halts
+        alive = partial(self.reporter.progress, self.step, "reference")
+        with halts.interruptible(self._interrupt_training, exits_if_stuck=inside):
+            fill_reference(session, self.step, self.reporter.emit, alive)
 
     # --- out of one ---------------------------------------------------------------------------
     def stop_generation(self, is_orderly: bool, is_planned: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValue, PlannedValues
 from holdfast.config.run import RunConfig
@@ -166,17 +166,17 @@ def source_of_plan(loaded: LoadedConfig) -> str:
     return next(planned, "")
 
 
-def predictor_of(config: RunConfig) -> Callable[[Topology], Event | None]:
+def predictor_of(config: RunConfig) -> Callable[[Topology, Mapping[str, str]], Event | None]:
     """Return what predicts the steps of this run's generations, on machines like this one or on
     those of `plan.cluster`. It returns None for a run that no model covers."""
     if not has_prediction(config):
-        return lambda topology: None
+        return lambda topology, cores: None
     machines: list[Machines] = []
 
-    def predict(topology: Topology) -> Event:
+    def predict(topology: Topology, cores_by_node: Mapping[str, str]) -> Event:
         if not machines:  # looked for once, and by the leading agent alone
             machines.append(machines_of(config, detect_hardware()))
-        return Predictor(config, machines[0])(topology)
+        return Predictor(config, machines[0])(topology, cores_by_node)
 
     return predict
 

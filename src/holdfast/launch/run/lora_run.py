@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,11 @@ def check_base(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues
     values = _checked(loaded, "base", before, lambda: check_weights(base, names))
     if not lora.adapter:
         return values
-    adapter = partial(check_adapter, Path(lora.adapter), config.model, lora)
+
+    def adapter() -> dict[str, StoredTensor]:
+        parts = check_adapter(Path(lora.adapter), config.model, lora).values()
+        return {part.stored.name: part.stored for part in parts}
+
     return {**values, **_checked(loaded, "adapter", before, adapter)}
 
 
@@ -99,7 +102,8 @@ def check_first_weights(loaded: LoadedConfig, stored: Mapping[str, Any]) -> Plan
         model = model.model_copy(update={"vocab_size": found.vocab_size})
     refuse_other_shape(model, found, folder, loaded.where(key))
     expected = model.weights_checksum or checksum or ""
-    names = huggingface_map(model)
+    # A score head that the folder lacks begins with initial values.
+    names = huggingface_map(model.model_copy(update={"score_head": found.score_head}))
     values = folder_values(folder, key, expected, lambda: check_weights(folder, names, NO_WEIGHTS))
     return {**values, "model.vocab_size": (model.vocab_size, "the folder's")}
 

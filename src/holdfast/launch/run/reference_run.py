@@ -74,10 +74,17 @@ def check_reference_model(
         weights = checksum(canonical_json({"seed": config.seed, "model": model}))
     elif weights == IMPORTED and not before.get("key"):
         weights = _first_commit(run_folder)
-    if key := before.get("key"):
-        return {**values, f"{KEY}.key": (key, "the run's")}
-    origin = _origin(config, dataset, weights)
-    return {**values, f"{KEY}.key": (origin.key, "dataset, weights, precision and device")}
+    key, why = before.get("key", ""), "the run's"
+    if not key:
+        origin = _origin(config, dataset, weights)
+        key, why = origin.key, "dataset, weights, precision and device"
+    if config.objective.reference.key not in ("", key):
+        raise ConfigError(
+            f"this run's reference log-probabilities are {key}",
+            where=loaded.where(f"{KEY}.key"),
+            remedy="leave the key out",
+        )
+    return {**values, f"{KEY}.key": (key, why)}
 
 
 def _origin(config: RunConfig, dataset: Dataset, weights: str) -> ReferenceOrigin:
@@ -129,8 +136,9 @@ def _first_commit(run_folder: Path) -> str:
     return checksum(store.get(list_commits(store)[-1]))
 
 
-def describe_reference(config: RunConfig, dataset: Dataset) -> list[str]:
-    """A line about stored log-probabilities. Raises DataError for damaged ones."""
+def describe_reference(config: RunConfig, dataset: Dataset, has_begun: bool) -> list[str]:
+    """A line about stored log-probabilities. has_begun: the run has started before. Raises
+    DataError for damaged ones."""
     key = config.objective.reference.key
     if not key:
         return []
@@ -148,4 +156,6 @@ def describe_reference(config: RunConfig, dataset: Dataset) -> list[str]:
         return [f"the teacher's tokens are stored: {folder}"]
     if (folder / MANIFEST).exists():
         return [f"reference log-probabilities are stored: {folder}"]
+    if has_begun:
+        return [f"reference log-probabilities are not complete and are computed first: {folder}"]
     return [f"reference log-probabilities are computed before the first step: {folder}"]

@@ -68,6 +68,8 @@ class Run:
         UserError for an address that fails."""
         from holdfast.data.stream.dataset_location import local_files
 
+        if tokenizer := self.config.rollout.places.get("tokenizer"):
+            return Path(tokenizer).parent  # of a run that generates its data
         return local_files(self.dataset_location, self.config.data)
 
     @property

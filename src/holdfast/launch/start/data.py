@@ -33,7 +33,7 @@ from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
 from holdfast.launch.start.facts import Facts, Screen, resolve, with_planned
 from holdfast.launch.start.machine import checked_layouts, refuse_unfit_machine
-from holdfast.launch.start.rollout import plan_rollout
+from holdfast.launch.start.rollout import describe_changed_rewards, plan_rollout
 from holdfast.machine.hardware import detect_hardware
 from holdfast.rollout.roles.devices import describe_roles
 
@@ -203,6 +203,8 @@ def prepare_run_data(
     if rollout:
         loaded = with_planned(loaded, plan_rollout(loaded))
         screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
+        for line in describe_changed_rewards(loaded, facts.stored_config):
+            screen.say(line)
     elif not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:
@@ -234,7 +236,7 @@ def prepare_run_data(
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
     use = describe_use(dataset, config.data, config.train, config.seed)
-    use += describe_reference(config, dataset)
+    use += describe_reference(config, dataset, bool(facts.stored_config.get("objective")))
     return loaded, facts, RunData(version, dataset.location, tuple(use))
 
 
@@ -242,6 +244,10 @@ def prepare_run_data(
 def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConfig:
     """Fill in the dataset's vocabulary, and the steps of `train.epochs`, if the dataset is
     prepared. Raises ConfigError."""
+    if loaded.config.rollout.is_on:
+        loaded = loaded.with_values(plan_rollout(loaded))
+        screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
+        return loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, None)))
     data, train = loaded.config.data, loaded.config.train
     if not dataset_exists(data.folder, data):
         if train.epochs:

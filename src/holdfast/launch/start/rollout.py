@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.data.read.vocabulary import describe_tokenizer, load_tokenizer, needed_size
@@ -35,11 +36,11 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     places = places_of(config)
     path = Path(places[TOKENIZER_PLACE])
     tokens = describe_tokenizer(load_tokenizer(path), path)
-    version = hashlib.blake2b(f"{prompts.version} {judged}".encode(), digest_size=16).hexdigest()
     why = f"{len(prompts):,} prompts"
     values: dict[str, tuple[object, str]] = {
         "task.folder": (folder, "the run file's folder"),
-        "rollout.version": (version, why),
+        "rollout.version": (prompts.version, why),
+        "rollout.rewards_version": (judged, "the rewards and their files"),
         "rollout.count": (len(prompts), why),
         "rollout.places": (places, "where the run file names them"),
     }
@@ -53,3 +54,15 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
             remedy=f"use {needed}, or 0 for the tokenizer's",
         )
     return values
+
+
+def describe_changed_rewards(loaded: LoadedConfig, stored: Mapping[str, Any]) -> list[str]:
+    """Return a line for a run that continues with other rewards than it had. stored: the values of
+    its last start."""
+    before = stored.get("rollout", {}).get("rewards_version")
+    if not before or before == loaded.config.rollout.rewards_version:
+        return []
+    return [
+        "the files behind rollout.rewards have changed since the last start: completions are rated "
+        "with the new ones from here on"
+    ]

@@ -1,7 +1,7 @@
 """Linear layers whose forward pass rounds, by torchao (`quantization.qat`).
 
 The layers keep their names and their weights, in the precision of the run. What an export rounds
-(`holdfast export --quantize`) is then what the passes computed with.
+(`holdfast export RUN --to FOLDER --quantize int4`) is then what the passes computed with.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from holdfast.config.run import RunConfig
 from holdfast.events import StepPredicted
@@ -29,10 +30,16 @@ class Predictor:
     config: RunConfig
     machines: Machines
 
-    def __call__(self, topology: Topology) -> StepPredicted:
-        """Raises UserError for devices that are unknown."""
-        counts = Counter(topology.nodes)
+    def __call__(
+        self, topology: Topology, cores_by_node: Mapping[str, str] | None = None
+    ) -> StepPredicted:
+        """Raises UserError for devices that are unknown. cores_by_node: equal for nodes that share
+        one machine's cores: on a CPU they count as one node."""
         machines = self.machines
+        if machines.cores and cores_by_node:
+            names = tuple(cores_by_node.get(node, node) for node in topology.nodes)
+            topology = replace(topology, nodes=names)
+        counts = Counter(topology.nodes)
         if machines.cores:
             machines = machines.with_workers(max(counts.values()))
         pool = machines.cluster.pools[0]

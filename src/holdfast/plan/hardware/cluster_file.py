@@ -158,7 +158,9 @@ class ClusterSections(Section):
     )
     between: tuple[BetweenSection, ...] = Field((), description="links between zones")
     domain_losses_per_day: DomainLossSection = Field(
-        default_factory=DomainLossSection, description="how often complete domains are lost"
+        default_factory=DomainLossSection,
+        description="how often complete domains are lost",
+        examples=["{rack: 0.002}"],
     )
 
 

@@ -195,6 +195,7 @@ def _stage(
     policy = config.recompute_policy(at.pp, replica.degree("pp"), tp)
     unit = _elements(config, replica, at, (f"layers.{blocks[0]}.",))
     ties = is_last and model.has_tied_head and 0 not in stages_on(replica, at)
+    has_rows = is_last and model.has_language_head
     holds_table = embeds or ties
     moves = config.train.memory.moves_activations
     is_copied = policy.word == "none" and shape.copies_input
@@ -209,8 +210,8 @@ def _stage(
         shape,
         len(blocks),
         policy,
-        max(0, min(held, model.vocab_size - first)) if is_last else 0,
-        held if (is_last and trains) or embeds else 0,
+        max(0, min(held, model.vocab_size - first)) if has_rows else 0,
+        held if (has_rows and trains) or embeds else 0,
         embeds,
         model.has_tied_head,
         tp > 1 and config.layout.sequence_parallel,

@@ -11,6 +11,8 @@ differ: bf16 computes on a copy of fp32 parameters, and sums gradients in fp32.
     zero 2          (4 Psi + 4 Psi/n) + (4 + 8) Psi/n   (2 Psi + 4 Psi/n) + (4 + 8) Psi/n
     zero 3          (4 + 4 + 8) Psi/n                   (4 + 4 + 8) Psi/n
 
+With `rollout.lag`, each step of lag is one copy more of what is trained, counted with the moments.
+
 With adapters (`lora`), Psi are theirs alone. The base is on each rank in full, in the dtype that is
 computed with.
 
@@ -141,6 +143,8 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
     else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
         parameters = state * whole + (state * cut if zero == 2 else 0)
     parameters += frozen_bytes(config)
+    if config.rollout.is_on:
+        moments += config.rollout.lag * state * cut  # older policies lie with what is trained
     masters = state * cut if mixed and zero == 1 else 0
     shards = state * cut if zero > 1 else 0
     return RankMemory(parameters, state * (whole if zero == 1 else cut), moments, masters, shards)

@@ -106,6 +106,12 @@ class GoodputModel:
         pauses["domains"] = self._without_domains(choice, cost, states[0])
         saves, lost, intervals = self._saving(choice, cost, needs)
         present, pools = self.present_of(choice), {p.name: p for p in self.problem.cluster.pools}
+        lost_nodes = sum(
+            pools[name].nodes * pools[name].losses_per_day * n for name, n in present.items()
+        )
+        lost_nodes += 86_400 * sum(
+            loss.rate * loss.nodes for loss in domain_losses(self.problem.cluster, choice)
+        )
         useful = 1 / (1 + sum(pauses.values()) + saves + lost)
         return ExpectedGoodput(
             rate * useful,
@@ -115,7 +121,7 @@ class GoodputModel:
             saves,
             lost,
             86_400 * hits,
-            sum(pools[name].nodes * pools[name].losses_per_day * n for name, n in present.items()),
+            lost_nodes,
             intervals,
             present,
         )

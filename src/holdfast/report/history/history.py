@@ -19,6 +19,7 @@ from holdfast.events import (
     CheckpointCaptured,
     CheckpointCommitted,
     CheckpointRemoved,
+    CompletionsShown,
     Evaluated,
     GenerationStarted,
     MemoryUsed,
@@ -34,6 +35,7 @@ from holdfast.events import (
 from holdfast.report.ledger.exchanges import ExchangeBook, ExchangeSeconds
 from holdfast.report.ledger.experts import ExpertLoad, RankLoads
 from holdfast.report.ledger.incidents import Incident, IncidentBook
+from holdfast.report.ledger.metric_advice import MetricSummary, summarise_metrics
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.planned import Morph, PlanBook, PlanComparison
@@ -58,11 +60,12 @@ class StepPoint:
     learning_rate: float
     seconds: float
     unit: str = "tokens"  # that `tokens` counts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of an objective's sums
 
     @property
     def loss_unit(self) -> str:
         """What the loss is a mean of."""
-        return "nats per token" if self.unit == "tokens" else "per sample"
+        return "nats per token" if self.unit == "tokens" else f"per {self.unit.removesuffix('s')}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class EvaluationPoint:
     bits_per_byte: float | None
     tokens: float
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # as of `StepPoint`
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,12 @@ class History:
     plan: PlanComparison | None = None  # and what was measured, of the newest generation
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
+    completions: tuple[CompletionsShown, ...] = ()  # examples, by step
+
+    @property
+    def metrics(self) -> tuple[MetricSummary, ...]:
+        """The metrics of the objective over the steps that count."""
+        return summarise_metrics([point.metrics for point in self.steps])
 
     @property
     def breaks(self) -> tuple[Incident, ...]:
@@ -318,6 +328,7 @@ class _HistoryBuilder:
     transfers: dict[str, TransferSum] = field(default_factory=dict)
     experts: ExpertLoad = field(default_factory=ExpertLoad)
     plan: PlanBook = field(default_factory=PlanBook)
+    completions: dict[int, CompletionsShown] = field(default_factory=dict)  # by step
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -360,11 +371,14 @@ class _HistoryBuilder:
                     event.bits_per_byte,
                     event.tokens,
                     event.seconds,
+                    event.metrics,
                 )
         else:
             self._checkpoint(record, elapsed)
             if isinstance(event, RunBranched):
                 self.branch = event
+            if isinstance(event, CompletionsShown):
+                self.completions[event.step] = event
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -406,6 +420,7 @@ class _HistoryBuilder:
             event.learning_rate,
             event.seconds,
             event.unit,
+            event.metrics,
         )
         if counts:
             self.exchanges.add(event)
@@ -480,4 +495,5 @@ class _HistoryBuilder:
             plan=self.plan.comparison(),
             exchanges=self.exchanges.rows(),
             morphs=self.plan.morphs(),
+            completions=tuple(self.completions[s] for s in sorted(self.completions)),
         )

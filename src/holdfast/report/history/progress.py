@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.events import (
@@ -17,6 +17,8 @@ from holdfast.events import (
     GenerationStarted,
     MajorityLacked,
     Record,
+    RoleExited,
+    RoleMissing,
     RunBranched,
     RunFailed,
     RunFinished,
@@ -71,6 +73,7 @@ class RunProgress:
     learning_rate: float = float("nan")
     tokens_per_second: float = 0.0
     unit: str = "tokens"  # that it counts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of the newest step
     workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost, held
     nodes: dict[str, bool] = field(default_factory=dict)  # all that ever took part -> does it now
     spares: set[str] = field(default_factory=set)  # nodes that wait for a place
@@ -88,6 +91,7 @@ class RunProgress:
     _ignored_settings: set[str] = field(default_factory=set)
     _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
+    _missing_roles: set[str] = field(default_factory=set)  # of which the user was told
     _kernel: str = ""  # of full attention
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -128,7 +132,7 @@ class RunProgress:
             self.state = "training"
             self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
-        self.unit = event.unit
+        self.unit, self.metrics = event.unit, event.metrics
         self._pace.append((at, event.step))
         if event.seconds > 0:
             rate = event.tokens / event.seconds
@@ -232,7 +236,11 @@ class RunProgress:
             if bool(event.reason) == (event.key in self._awaited):
                 return True
             self._awaited ^= {event.key}
-        return False
+        if isinstance(event, RoleMissing):  # each trainer says so
+            is_known = event.role in self._missing_roles
+            self._missing_roles.add(event.role)
+            return is_known
+        return isinstance(event, RoleExited)  # the report has it; the run goes on
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> ProgressLine:
         again = self.generation > 0

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.config.run import RunConfig
 from holdfast.core.flops import FORMULAS, run_flops_per_token
 from holdfast.machine.accelerators import peak_flops
-from holdfast.report.history.history import History
+from holdfast.report.history.history import EvaluationPoint, History
 
 
 def summary(
@@ -39,8 +39,8 @@ def summary(
             u.convention: {"ratio": u.ratio, "formula": u.formula, "peak_flops": u.peak}
             for u in utilisations(history, resolved or {}, device)
         },
-        "validation": asdict(last) if last else None,
-        "best_validation": asdict(best) if best else None,
+        "validation": _evaluation(last),
+        "best_validation": _evaluation(best),
         "baselines_bits_per_byte": dict(baselines or {}),
         "wall_seconds": history.wall,
         "seconds_by_class": history.time,
@@ -62,6 +62,8 @@ def summary(
     }
     if history.branch:
         out["branch"] = history.branch.body
+    if metrics := history.metrics:
+        out["metrics"] = [asdict(metric) for metric in metrics]
     if history.experts:
         out["experts"] = {str(block): counts for block, counts in history.experts.items()}
         out["dropped_choices"] = history.dropped_choices
@@ -102,6 +104,13 @@ class Utilisation:
     convention: str
     formula: str
     peak: float  # FLOP/s of all devices together
+
+
+def _evaluation(point: EvaluationPoint | None) -> dict[str, Any] | None:
+    """An evaluation; the key `metrics` is there if the objective has any."""
+    if point is None:
+        return None
+    return {name: value for name, value in asdict(point).items() if name != "metrics" or value}
 
 
 def utilisations(

@@ -17,6 +17,8 @@ from holdfast.events import (
     PredictedMove,
     PredictionFailed,
     ReferenceProgress,
+    RoleExited,
+    RoleMissing,
     RunBranched,
     RunFailed,
     SaveInterval,
@@ -46,8 +48,11 @@ def notice_text(event: Event) -> str:
         )
     if isinstance(event, MajorityLacked):
         return _majority_text(event)
-    if isinstance(event, ShardAwaited | ReferenceProgress):
+    if isinstance(event, ShardAwaited | RoleMissing | ReferenceProgress):
         return event.text
+    if isinstance(event, RoleExited):
+        how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"code {event.exit_code}"
+        return f"{event.name} exited with {how}; its completions are made elsewhere"
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"
     if isinstance(event, SourceRejected):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -148,11 +148,22 @@ def step_line(progress: RunProgress) -> str:
     parts = [
         f"step {format_count(progress.step)}/{format_count(progress.total_steps)}",
         f"loss {progress.loss:.4f}",
+        *(f"{name} {value:.3f}" for name, value in headline_metrics(progress.metrics)),
         f"{format_si(progress.tokens_per_second)} {progress.unit}/s",
     ]
     if progress.eta_s is not None and progress.step < progress.total_steps:
         parts.append(f"{format_duration(progress.eta_s)} left")
     return "  ".join(parts)
+
+
+_HEADLINES = ("reward", "rewards/accuracies", "rewards/margins", "kl", "entropy")
+_MAX_HEADLINES = 2
+
+
+def headline_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the metrics of an objective that a line about a step has room for."""
+    known = [(name, metrics[name]) for name in _HEADLINES if name in metrics]
+    return known[:_MAX_HEADLINES]
 
 
 def picture(progress: RunProgress, width: int, height: int) -> RenderableType:
@@ -228,6 +239,7 @@ def _numbers(progress: RunProgress, width: int) -> list[Text]:
     found: Evaluated | None = progress.validation
     if progress.curve:
         figures.append(("loss", f"{progress.loss:.3f}"))
+    figures += [(name, f"{value:.3f}") for name, value in headline_metrics(progress.metrics)]
     if found is not None:
         is_text = found.bits_per_byte is not None
         name = "bits/byte" if is_text else "validation"

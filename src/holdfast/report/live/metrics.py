@@ -61,6 +61,7 @@ _RUN_GAUGES: dict[str, tuple[str, ...]] = {
     "loss": ("Training loss of the newest step, nats per token",),
     "val_loss": ("Newest validation loss, nats per token",),
     "val_bits_per_byte": ("Newest validation loss, bits per byte of text",),
+    "objective_mean": ("Mean of the newest step, as docs/guide/post-training.md names it", "name"),
     "grad_norm": ("Global gradient norm of the newest step, before clipping",),
     "learning_rate": ("Learning rate of the newest step",),
     "tokens_per_second": ("Tokens of the newest step over its seconds",),
@@ -245,6 +246,8 @@ class RunMetrics:
         self._set("loss", event.loss)
         self._set("grad_norm", event.grad_norm)
         self._set("learning_rate", event.learning_rate)
+        for name, value in event.metrics.items():
+            self._set("objective_mean", value, name)
         named = {_PHASES.get(name, name): seconds for name, seconds in event.phases.items()}
         named["other"] = max(0.0, event.seconds - sum(event.phases.values()))
         for phase, seconds in named.items():

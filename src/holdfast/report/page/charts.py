@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from holdfast.report.formatting import format_bytes, format_count, format_si
@@ -121,7 +122,9 @@ def _curve_axes(history: History, frame: _CurveFrame) -> str:
         parts.append(text(x(value), frame.bottom + 18, format_count(round(value)), class_="mid"))
     parts.append(text(right, frame.bottom + 32, "steps", class_="end"))
     parts.append(_token_axis(history.steps, frame))
-    label = "nats per token" if history.unit == "tokens" else "loss per sample"
+    label = "nats per token"
+    if history.unit != "tokens":
+        label = f"loss per {history.unit.removesuffix('s')}"
     parts.append(text(0, 12, label))
     parts.append(line(left, frame.bottom, right, frame.bottom, class_="axis"))
     return "".join(parts)
@@ -207,6 +210,21 @@ def small_charts(history: History) -> str:
                 True,
             )
         )
+    return f'<div class="small">{"".join(drawings)}</div>'
+
+
+def _metric(name: str, point: StepPoint) -> float:
+    return point.metrics[name]
+
+
+def metric_charts(history: History) -> str:
+    """Return a drawing of each metric of the objective."""
+    drawings = []
+    for name in (each.name for each in history.metrics):
+        having = [point for point in history.steps if name in point.metrics]
+        thin = thin_points(having, SMALL.max_points, partial(_metric, name))
+        points = [_point(point, point.metrics[name], name) for point in thin]
+        drawings.append(_chart(name, history, [points], _short))
     return f'<div class="small">{"".join(drawings)}</div>'
 
 

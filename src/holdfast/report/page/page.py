@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from holdfast.errors import RunFolderError
+from holdfast.events import CompletionsShown
 from holdfast.report.formatting import (
     format_bytes,
     format_count,
@@ -27,7 +28,7 @@ from holdfast.report.ledger.transfers import transfer_note
 from holdfast.report.page import charts, tables, timeline
 from holdfast.report.page.charts import small_charts
 from holdfast.report.page.css import SCRIPT, style_sheet
-from holdfast.report.page.svg import on_both
+from holdfast.report.page.svg import on_both, thin_points
 from holdfast.report.page.tables import plan_table
 from holdfast.wire.store.publish import replace_file
 
@@ -96,6 +97,10 @@ def render_page(
         )
         note, charted = transfer_note(history.transfers), small_charts(history)
         parts.append(_section("Learning rate, gradient norm, memory", note, charted))
+    if metrics := history.metrics:
+        advice = "<br>".join(escape(each.advice) for each in metrics if each.advice)
+        note = advice or "Means of each step. All with a healthy range are inside it."
+        parts.append(_section("Metrics of the objective", note, charts.metric_charts(history)))
     if history.experts:
         note = load_note(history.experts, history.dropped_choices, history.loads_with_copies)
         parts.append(_card("Load of the experts", note, heat_map(history.experts)))
@@ -116,6 +121,7 @@ def render_page(
         note = "Of a median step of worker 0. Exposed: the passes waited. The rest is hidden."
         parts.append(_card("Exchanges between workers", note, tables.exchanges_table(history)))
     parts += _records(history)
+    parts += _completions(history.completions)
     parts += _samples(samples)
     if resolved.get("config"):
         values = tables.configuration_table(resolved)
@@ -294,6 +300,24 @@ def _records(history: History) -> list[str]:
 
 def _card(title: str, note: str, body: str) -> str:
     return _section(title, note, f'<div class="card">{body}</div>')
+
+
+MAX_COMPLETIONS = 24
+"""Groups of completions on the page: the first, the newest, and some between."""
+
+
+def _completions(shown: Sequence[CompletionsShown]) -> list[str]:
+    if not shown:
+        return []
+    cards = []
+    for group in thin_points(shown, MAX_COMPLETIONS, lambda group: max(group.rewards, default=0)):
+        pairs = zip(group.rewards, group.replies, strict=True)
+        replies = "\n".join(f"{reward:8.3g}  {reply}" for reward, reply in pairs)
+        note = ", filtered" if group.is_filtered else ""
+        head = f"step {group.step}, prompt {group.prompt}{note}: {group.asked}"
+        cards.append(f'<div class="card sample"><pre>{escape(head)}\n{escape(replies)}</pre></div>')
+    note = "One group every few steps: reward and reply of each completion."
+    return [_section("Completions", note, "".join(cards))]
 
 
 def _samples(samples: Sequence[str]) -> list[str]:

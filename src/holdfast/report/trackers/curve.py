@@ -178,13 +178,14 @@ def step_values(record: Record, event: StepDone | Evaluated) -> dict[str, float]
         found = {"validation/loss": event.loss}
         if event.bits_per_byte is not None:
             found["validation/bits_per_byte"] = event.bits_per_byte
-        return found
+        return found | {f"validation/{name}": value for name, value in event.metrics.items()}
     values = {
         "train/loss": event.loss,
         "train/grad_norm": event.grad_norm,
         "train/learning_rate": event.learning_rate,
         "time/step_seconds": event.seconds,
         "run/generation": float(record.generation),
+        **{f"train/{name}": value for name, value in event.metrics.items()},
     }
     if event.seconds > 0:
         values[f"time/{event.unit}_per_second"] = event.tokens / event.seconds

@@ -8,8 +8,7 @@ says which kernels keep the bits, and what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +26,8 @@ from holdfast.model.feed_forward import Linear
 from holdfast.model.generate import nucleus, refuse_sampling
 from holdfast.model.lora import add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
+from holdfast.rollout.decode.source import CompletionSource
+from holdfast.rollout.decode.threads import serial_kernels
 from holdfast.rollout.messages import Completion, CompletionRequest, Finish, Sampling
 
 PREFILL = 32  # tokens of a prompt that are read together
@@ -59,7 +60,7 @@ class _Slot:
         return Completion(request.key, tuple(self.tokens), tuple(self.logps), finish)
 
 
-class PolicyDecoder:
+class PolicyDecoder(CompletionSource):
     """A decoder that generates the completions of requests.
 
     Args:
@@ -69,7 +70,6 @@ class PolicyDecoder:
         max_length: most tokens of a prompt and its completion.
         dtype: of weights, keys and values.
         lora: of a policy that is a base with adapters; `load_base` gives the base's weights.
-        threads: of one step. Other numbers of threads give other bits.
     """
 
     def __init__(
@@ -81,19 +81,13 @@ class PolicyDecoder:
         max_length: int,
         dtype: torch.dtype = torch.float32,
         lora: LoraConfig | None = None,
-        threads: int = 1,
     ):
         if slots < 1 or max_length > model.max_position:
             raise UserError(
                 f"{slots} slots of {max_length} tokens do not suit the model",
                 remedy=f"use at least 1 slot and at most {model.max_position} tokens",
             )
-        self.config, self.max_length, self._device, self._threads = (
-            model,
-            max_length,
-            device,
-            threads,
-        )
+        self.config, self.max_length, self._device = model, max_length, device
         self._model = _build(model, device, dtype, lora)
         self._rows = _tile_rows(model)
         for part in self._model.modules():
@@ -120,29 +114,14 @@ class PolicyDecoder:
         self._forget()
 
     @property
+    def slots(self) -> int:
+        """Completions that are generated at a time."""
+        return len(self._slots)
+
+    @property
     def free(self) -> int:
         """Slots without a completion."""
         return sum(slot.request is None for slot in self._slots)
-
-    def generate(
-        self, requests: Iterable[CompletionRequest], run_seed: int
-    ) -> Iterator[Completion]:
-        """Yield the completion of each request, in the order in which they end. Requests are taken
-        as slots become free."""
-        waiting = iter(requests)
-        try:
-            more = True
-            while True:
-                while more and self.free:
-                    request = next(waiting, None)
-                    more = request is not None
-                    if request is not None and (ended := self.start(request, run_seed)):
-                        yield ended
-                if self.free == len(self._slots):
-                    return
-                yield from self.step()
-        finally:
-            self.cancel()
 
     def cancel(self) -> None:
         """Drop the completions that are under way."""
@@ -159,7 +138,7 @@ class PolicyDecoder:
         number = next((number for number in free if number in same), free[0])
         slot = self._slots[number]
         if number not in same:
-            with _threads(self._threads):
+            with serial_kernels():
                 if same:
                     self._copy_prompt(same[0], number, len(request.prompt))
                 else:
@@ -179,7 +158,7 @@ class PolicyDecoder:
             slots = self._slots[number * TILE : (number + 1) * TILE]
             if all(slot.request is None for slot in slots):
                 continue
-            with _threads(self._threads):
+            with serial_kernels():
                 logits = self._read_tile(tile, slots)
             ended += self._draw(slots, logits)
         return ended
@@ -381,16 +360,3 @@ def _run_experts(top_k: int, experts: Experts, tokens: Tensor, counts: Tensor) -
         inner = experts.activation(F.linear(rows, gate)) * F.linear(rows, up)
         results.append(F.linear(inner, down)[: x.shape[0]])
     return torch.cat(results)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Compute with this number of threads."""
-    before = torch.get_num_threads()
-    if before != number:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        if before != number:
-            torch.set_num_threads(before)

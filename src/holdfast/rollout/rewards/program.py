@@ -73,18 +73,12 @@ class ProgramReward:
                 open(os.path.join(folder, "out"), "w+b") as out,
                 open(os.path.join(folder, "err"), "w+b") as err,
             ):
-                end_code = secrets.choice(range(40, 100))  # no program can learn to exit with it
+                end_code = secrets.choice(
+                    range(40, 100)
+                )  # not in argv, where a program would see it
                 limits = str(entry.timeout_s), str(entry.memory_mb << 20), entry.isolation
                 child = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-I",
-                        "-S",
-                        program_child.__file__,
-                        place,
-                        *limits,
-                        str(end_code),
-                    ],
+                    [sys.executable, "-I", "-S", program_child.__file__, place, *limits],
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=err,
@@ -92,7 +86,9 @@ class ProgramReward:
                     start_new_session=True,
                 )
                 try:
-                    child.communicate(program.encode(), timeout=entry.timeout_s * WALL_FACTOR)
+                    child.communicate(
+                        f"{end_code}\n{program}".encode(), timeout=entry.timeout_s * WALL_FACTOR
+                    )
                     code: int | None = child.returncode
                 except subprocess.TimeoutExpired:
                     code = None

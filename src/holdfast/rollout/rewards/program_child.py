@@ -1,10 +1,12 @@
 """Runs one program that a model wrote, in a process of its own.
 
-    python -I -S program_child.py FOLDER CPU_S MEMORY ISOLATION END_CODE
+    python -I -S program_child.py FOLDER CPU_S MEMORY ISOLATION
 
-The program comes from stdin. Its exit code and output are this process's. END_CODE is the exit code
-of a program that came to its end; so one that exits before its tests does not pass. Exit code 125:
-the machine lacks a part of the isolation, which stderr names. Imports the standard library alone.
+A line with the end code comes from stdin, then the program. Its exit code and output are this
+process's. It exits with the end code when the program came to its end; so one that exits before its
+tests does not pass. Tests run in the program's own process, so a program that searches its
+interpreter can still find the code. Exit code 125: the machine lacks a part of the isolation, which
+stderr names. Imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def limit(cpu_s: float, memory: int) -> None:
 
 
 def main() -> None:
-    folder, cpu_s, memory, isolation, end_code = sys.argv[1:]
-    program = sys.stdin.buffer.read()
+    folder, cpu_s, memory, isolation = sys.argv[1:]
+    end_code, _, program = sys.stdin.buffer.read().partition(b"\n")
     os.chdir(folder)
     if isolation == "full":
         try:
@@ -100,7 +102,7 @@ def main() -> None:
             sys.stderr.flush()
             os._exit(NO_ISOLATION)
     limit(float(cpu_s), int(memory))
-    sys.argv = ["program.py"]
+    sys.argv = sys.orig_argv = ["program.py"]
     exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     sys.stdout.flush()
     os._exit(int(end_code))

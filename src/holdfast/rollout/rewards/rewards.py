@@ -10,6 +10,8 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, Protocol
 
 from holdfast.config.sections.rewards import RewardConfig
@@ -20,6 +22,7 @@ from holdfast.rollout.rewards.function import FunctionReward
 from holdfast.rollout.rewards.program import ProgramReward
 
 _DIGEST_BYTES = 16
+_MODEL = "holdfast.rollout.rewards.model"
 
 
 class Reward(Protocol):
@@ -146,9 +149,9 @@ def _open(entry: RewardConfig, folder: str, where: str) -> Reward:
     if entry.kind == "code":
         return ProgramReward(entry, where)
     if entry.kind == "model":
-        from holdfast.rollout.rewards.model import ModelReward  # it imports torch
-
-        return ModelReward(entry, where)
+        # By name: it imports torch, and the agent's side, which asks for versions alone, may not.
+        reward: Reward = import_module(_MODEL).ModelReward(entry, where)
+        return reward
     return _Match(entry)
 
 
@@ -176,9 +179,9 @@ class _Match:
 
 
 def _as_number(value: Any, prompt: Prompt, where: str) -> float:
-    is_number = isinstance(value, int | float)
-    if is_number and math.isfinite(value):
-        return float(value)
+    with suppress(OverflowError):  # of a whole number without end
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
     what = repr(value)
     raise RewardError(
         f"the reward of prompt {prompt.number} ({prompt.where}) is "

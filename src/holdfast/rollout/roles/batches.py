@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
-from holdfast.core.data.sample_order import BatchSchedule
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
 from holdfast.data.stream.batch import MASKED_TARGET, Microbatch, ValidationSet, fed_hash
+from holdfast.events import CompletionsShown, Event
 from holdfast.rollout.roles.feed import CompletionFeed, DrawnGroup
-from holdfast.rollout.roles.texts import Texts
+
+if TYPE_CHECKING:  # the agent, which asks for places alone, has no torch
+    from holdfast.rollout.roles.texts import Texts
 
 SOURCE = "prompts"
 """The name of the data in the ledger."""
@@ -27,11 +30,10 @@ GROUPS_KEY = "groups"
 """Key of a ledger entry: [pass, prompt, policy, draws, 1 if it was filtered] of each group."""
 
 
-ROW_VALUES = (
-    *("advantages", "score", "reward", "reward_std", "frac_reward_zero_std"),
-    "completions/clipped_ratio",
-)
-"""Side tensors with one value for each completion (`training/objectives/policy.py`)."""
+RowValues = Callable[[NDArray[np.float64]], dict[str, NDArray[np.float64]]]
+"""Rewards [prompts, samples] -> side tensors by name, of the same shape."""
+SHOWN_REPLIES, SHOWN_CHARACTERS = 4, 400
+"""Completions of an example, and characters of each text."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,28 @@ class RolloutBatches:
         self.microbatch_size = train.microbatch_size
         stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
         self.schedule = BatchSchedule(train.batch_size, stages)
-        self.order = GroupOrder(config.seed, rollout.count, rollout.samples)
+        self._groups = GroupOrder(config.seed, rollout.count, rollout.samples)
+        self.order: SampleOrder = self._groups
         self.dataset = PromptData(rollout.version)
         self.feed: CompletionFeed | None = None
         self._config, self._length = config, config.data.sequence_length
         self._plan: Callable[[int], Sequence[int]] = lambda step: ()
-        self._texts: Texts | None = None
-        self.on_groups: Callable[[int, Sequence[DrawnGroup]], None] = lambda step, groups: None
-        """Called with a step and the groups of this rank's share that begin in it."""
+        self._row_values: RowValues = lambda rewards: {}
+        self.texts: Texts | None = None  # of a process that reads completions
+        self.emit: Callable[[Event], None] = lambda event: None
+        """Writes examples into the journal."""
 
-    @property
-    def texts(self) -> Texts:
-        if self._texts is None:
-            self._texts = Texts.open(self._config)
-        return self._texts
-
-    def attach(self, feed: CompletionFeed, plan: Callable[[int], Sequence[int]]) -> None:
-        """Read completions from a feed. plan: this rank's microbatches of a step."""
-        self.feed, self._plan = feed, plan
+    def attach(
+        self,
+        feed: CompletionFeed,
+        texts: Texts,
+        plan: Callable[[int], Sequence[int]],
+        row_values: RowValues,
+    ) -> None:
+        """Read completions from a feed. plan: this rank's microbatches of a step. row_values: what
+        the objective needs of the rows of complete groups."""
+        self.feed, self.texts = feed, texts
+        self._plan, self._row_values = plan, row_values
 
     def detach(self) -> None:
         if self.feed is not None:
@@ -82,7 +88,7 @@ class RolloutBatches:
     def group_audit(self) -> GroupAudit:
         """Return the check of the fates of completions, at its begin."""
         rollout = self._config.rollout
-        return GroupAudit(self.order, rollout.lag, rollout.draws)
+        return GroupAudit(self._groups, rollout.lag, rollout.draws)
 
     def microbatches(self, step: int) -> int:
         """Logical microbatches of a step."""
@@ -135,29 +141,47 @@ class RolloutBatches:
         """Wait for the groups of these positions. Those of the rank's further rows of this step and
         of the steps whose policy exists are made meanwhile."""
         assert self.feed is not None
-        asked = self.order.groups(start, stop)
+        asked = self._groups.groups(start, stop)
         last = min(step + self._config.rollout.lag, self._config.train.steps)
         ahead = [
             (later, group)
             for later in range(step, last + 1)
             for index in self._plan(later)
             if not self.skips.reason(later, index)
-            for group in self.order.groups(*self.positions(later, index, part, parts))
+            for group in self._groups.groups(*self.positions(later, index, part, parts))
         ]
         self.feed.groups(step, asked, ahead)
         groups = {group: self.feed.drawn(step, group) for group in asked}
-        size = self._config.rollout.samples
-        first = self.order.groups(-(-start // size) * size, stop) if start % size else asked
-        self.on_groups(step, [groups[group] for group in first])
+        every = self._config.rollout.show_every
+        if every and (step - 1) % every == 0 and start == self.schedule.position(step):
+            self._show(step, groups[asked[0]])
         return groups
+
+    def _show(self, step: int, group: DrawnGroup) -> None:
+        """Emit a group as an example."""
+        assert self.texts is not None, "a feed is attached"
+        shown = group.completions[:SHOWN_REPLIES]
+        prompt = self.texts.prompts[group.prompt]
+        self.emit(
+            CompletionsShown(
+                group.prompt,
+                _cut(self.texts.tokenizer.decode(list(prompt.ids), skip_special_tokens=False)),
+                [_cut(each.text) for each in shown],
+                [self._total(each.rewards) for each in shown],
+                group.is_filtered,
+                step=step,
+            )
+        )
 
     def _rows(self, start: int, stop: int, groups: dict[Group, DrawnGroup]) -> Microbatch:
         """The rows of these positions, with what the objective needs of each."""
+        assert self.texts is not None, "a feed is attached"
         blank, size = self._blank(stop - start, []), self._config.rollout.samples
         inputs, targets, documents = blank.inputs, blank.targets, blank.documents
         assert documents is not None
         values = {group: self.values_of(drawn) for group, drawn in groups.items()}
-        side = {name: np.zeros(inputs.shape, dtype=np.float32) for name in ("old", *ROW_VALUES)}
+        names = sorted({name for each in values.values() for name in each})
+        side = {name: np.zeros(inputs.shape, dtype=np.float32) for name in ("old", *names)}
         _, epochs, samples = self.order.places(start, stop)
         for row, (epoch, sample) in enumerate(zip(epochs.tolist(), samples.tolist(), strict=True)):
             prompt, number = divmod(sample, size)
@@ -170,34 +194,18 @@ class RolloutBatches:
                 continue
             reply = slice(len(ids) - 1, length)
             targets[row, reply], side["old"][row, reply] = made.tokens, made.logps
-            for name in ROW_VALUES:
+            for name in names:
                 side[name][row, reply] = values[epoch, prompt][name][number]
         weight = int((targets != MASKED_TARGET).sum())
         return Microbatch(inputs, targets, documents, [], weight, side)
 
     def values_of(self, group: DrawnGroup) -> dict[str, NDArray[np.float64]]:
         """What the objective needs of each completion of a group: [samples] by name."""
-        # It imports torch, and the agent, which asks for places alone, has none.
-        from holdfast.training.objectives.policy import group_advantages, group_std, leave_one_out
-
-        rewards = np.asarray(
-            [self._total(each.rewards) for each in group.completions], dtype=np.float64
-        )
-        objective, shape = self._config.objective, np.ones_like(rewards)
-        if objective.kind == "rloo":
-            advantages = leave_one_out(rewards[None])[0]
-        else:
-            scale = objective.text("scale_rewards") if objective.kind == "grpo" else "none"
-            advantages = group_advantages(rewards[None], scale)[0]
+        rewards = [self._total(each.rewards) for each in group.completions]
+        rows = self._row_values(np.asarray([rewards], dtype=np.float64))
         clipped = [float(each.completion.finish == "length") for each in group.completions]
-        return {
-            "advantages": advantages,
-            "score": rewards,
-            "reward": rewards,
-            "reward_std": group_std(rewards[None])[0],
-            "frac_reward_zero_std": shape * float(len(set(rewards.tolist())) == 1),
-            "completions/clipped_ratio": np.asarray(clipped),
-        }
+        of_group = {name: numbers[0] for name, numbers in rows.items()}
+        return of_group | {"completions/clipped_ratio": np.asarray(clipped)}
 
     def _total(self, numbers: Sequence[float]) -> float:
         rewards = self._config.rollout.rewards
@@ -206,7 +214,11 @@ class RolloutBatches:
     def _blank(self, rows: int, entries: list[dict[str, Any]]) -> Microbatch:
         """Rows without a target. What follows a row's end is a document of its own."""
         shape = (rows, self._length)
-        pad = 0 if self.feed is None else self.texts.pad
-        inputs: NDArray[np.int64] = np.full(shape, pad, dtype=np.int64)
+        inputs = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
         return Microbatch(inputs, targets, np.ones(shape, dtype=np.int32), entries, 0)
+
+
+def _cut(text: str) -> str:
+    """Return a text without what an example has no room for."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

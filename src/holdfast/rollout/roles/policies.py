@@ -67,19 +67,19 @@ class Publisher:
         """Return what this rank has published and kept."""
         return tuple(dict(self._published).values())
 
-    def publish_all(self, engine: StepEngine, skips: Skips) -> None:
-        """Publish every policy that completions may still be asked of, at a generation's start."""
+    def publish_all(self, engine: StepEngine, skips: Skips, step: int) -> None:
+        """Publish every policy that completions may still be asked of, at a generation's start.
+        step: the state is that after it."""
         self._published = {}
-        newest = engine.status.applied_step or 0
         for age in range(self._config.rollout.lag, -1, -1):
-            if newest - age >= 0:
-                self._publish(engine, skips, newest - age, age)
+            if step - age >= 0:
+                self._publish(engine, skips, step - age, age)
 
-    def publish_newest(self, engine: StepEngine, skips: Skips) -> None:
-        """Publish the policy after the newest step, and remove the one that is not needed now."""
-        newest = engine.status.applied_step or 0
-        self._publish(engine, skips, newest, 0)
-        for policy in [p for p in self._published if p < newest - self._config.rollout.lag]:
+    def publish_newest(self, engine: StepEngine, skips: Skips, step: int) -> None:
+        """Publish the policy after a step that was just applied, and remove the one that is not
+        needed now."""
+        self._publish(engine, skips, step, 0)
+        for policy in [p for p in self._published if p < step - self._config.rollout.lag]:
             part = self._published.pop(policy)
             path = part_path(self._folder, part)
             path.unlink(missing_ok=True)

@@ -11,12 +11,7 @@ from tokenizers import Tokenizer
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.rewards import PromptsConfig, RewardConfig
-from holdfast.data.read.vocabulary import (
-    describe_tokenizer,
-    load_tokenizer,
-    stop_tokens,
-    tokenizer_file,
-)
+from holdfast.data.read.vocabulary import load_tokenizer, stop_tokens, tokenizer_file
 from holdfast.rollout.messages import CompletionRequest, Sampling
 from holdfast.rollout.prompts import Prompts, read_prompts
 from holdfast.rollout.rewards.rewards import Rewards
@@ -67,7 +62,6 @@ class Texts:
     prompts: Prompts
     tokenizer: Tokenizer
     sampling: Sampling
-    pad: int  # the tokenizer's end token, which fills rows
 
     @staticmethod
     def open(config: RunConfig) -> Texts:
@@ -79,7 +73,7 @@ class Texts:
         rollout = config.rollout
         stop = tuple(sorted(stop_tokens(tokenizer, path).values()))
         sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, stop)
-        return Texts(prompts, tokenizer, sampling, describe_tokenizer(tokenizer, path).end_id)
+        return Texts(prompts, tokenizer, sampling)
 
     def request(self, wanted: Wanted) -> CompletionRequest:
         return CompletionRequest(wanted.key, self.prompts[wanted.prompt].ids, self.sampling)

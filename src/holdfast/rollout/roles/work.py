@@ -12,12 +12,16 @@ import shutil
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rollout.decode.policy import PolicyDecoder
 from holdfast.rollout.messages import CompletionKey
@@ -41,6 +45,7 @@ from holdfast.rollout.roles.policies import (
 from holdfast.rollout.roles.texts import Texts, open_rewards
 from holdfast.rollout.roles.weight_files import own_folder
 from holdfast.training.engine.precision import Precision
+from holdfast.training.engine.task import open_weights
 
 Result = TypeVar("Result", Made, Scored)
 
@@ -234,6 +239,12 @@ class Actor(RoleWork[Made]):
         while self._waiting:
             self._busy.pop(self._waiting.popleft(), None)
 
+    def _own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those that a decoder has: a head that gives values is not one of them."""
+        model, lora = self._config.model, self._config.lora
+        rows = lora_parameters(model, lora) if lora.rank else decoder_parameters(model)
+        return {row.name: weights[row.name] for row in rows}
+
     def _load(self, wanted: Wanted) -> None:
         """Load the policy of a lease. Raises OSError and NoQueueError if its files are gone."""
         parts = self._places.get(wanted.tag, [])
@@ -250,20 +261,26 @@ class Actor(RoleWork[Made]):
             raise OSError(str(error)) from error
         if self._decoder is None:
             self._decoder = make_decoder(self._config, self._device, self._slots)
-        self._decoder.load(weights)
+        self._decoder.load(self._own_weights(weights))
         self._tag = wanted.tag
         self._places = {wanted.tag: parts}
 
 
 def make_decoder(config: RunConfig, device: torch.device, slots: int) -> PolicyDecoder:
-    """Make a decoder without weights for the run's policy."""
-    return PolicyDecoder(
+    """Make a decoder for the run's policy, with the base of its adapters, and no weights else."""
+    lora, model = config.lora, config.model
+    decoder = PolicyDecoder(
         config.model,
         device,
         slots=slots,
         max_length=min(config.data.sequence_length + 1, config.model.max_position),
         dtype=Precision.of(config.train.precision).compute,
+        lora=lora if lora.rank else None,
     )
+    if lora.rank:
+        base = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
+        decoder.load_base({p.name: base[p.name] for p in decoder_parameters(model)})
+    return decoder
 
 
 class Scorer(RoleWork[Scored]):

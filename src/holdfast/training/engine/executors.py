@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,7 +36,13 @@ from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.pipeline.pipeline import PipelineInterpreter
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale
 from holdfast.training.engine.objective import NextTokenObjective
-from holdfast.training.engine.stage_work import GradientListener, RankStage, RankStages, ShareWork
+from holdfast.training.engine.stage_work import (
+    GradientListener,
+    RankStage,
+    RankStages,
+    RunStage,
+    ShareWork,
+)
 
 Share = Sequence[tuple[int, Any]]
 """Microbatches to compute, as the task feeds them, each with its number in the step."""
@@ -132,6 +139,13 @@ class PipelinedExecutor(Executor):
             late = leave_weight_gradients(objective)
         held = self._held_stages(groups.replica, groups.coordinate.pp)
         self._stages = RankStages(held, self.ranks * self._virtual - 1, self.boundary, late)
+        base = {
+            number: RankStage(
+                partial(self.run_base_stage, self._part(groups.replica, number)), (), None
+            )
+            for number in held
+        }
+        self._base_stages = replace(self._stages, held=base)
         pipes = groups.replica_groups.pipes
         self.interpreter = PipelineInterpreter(
             pipeline, device, recorder=groups.recorder, pipes=pipes
@@ -158,6 +172,7 @@ class PipelinedExecutor(Executor):
 
     def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
         if share:
+            share = self._with_base(share)
             work = ShareWork(self._stages, self.loss_scale, share, losses, listener)
             self.interpreter.run(self.schedule_for(len(share)), work)
 
@@ -166,11 +181,40 @@ class PipelinedExecutor(Executor):
     ) -> list[Tensor]:
         losses: list[Tensor] = []
         if batches:
-            share = list(enumerate(batches))
+            share = self._with_base(list(enumerate(batches)))
             work = ShareWork(self._stages, self.loss_scale, share, losses, None, on_progress)
             schedule = forward_only(self.ranks, len(batches), self._virtual, self._is_folded)
             self.interpreter.run(schedule, work)
         return losses
+
+    def _with_base(self, share: Share) -> Share:
+        """Add the log-probabilities of the base of adapters to a share, if the loss needs them: a
+        forward pass of its own through all stages."""
+        needs_base = getattr(self._objective, "needs_base", None)
+        if needs_base is None or not needs_base(share[0][1].side):
+            return share
+        found: list[Tensor] = []
+        work = ShareWork(self._base_stages, NOT_SCALED, share, found, None)
+        with torch.no_grad():
+            schedule = forward_only(self.ranks, len(share), self._virtual, self._is_folded)
+            self.interpreter.run(schedule, work)
+        if not found:  # another rank has the last stage
+            return share
+        return [
+            (leaf, replace(batch, side={**batch.side, "reference": base}))
+            for (leaf, batch), base in zip(share, found, strict=True)
+        ]
+
+    def _base_run(self, replica: Replica, number: int) -> RunStage:
+        return partial(self.run_base_stage, self._part(replica, number))
+
+    def run_base_stage(
+        self, part: StagePart | None, batch: TensorMicrobatch, incoming: Tensor | None
+    ) -> Tensor:
+        """The same as `run_stage`, without adapters."""
+        run = cast(Any, self._objective).base_forward
+        out: Tensor = run(batch.inputs, batch.targets, batch.documents, incoming, part)
+        return out
 
     def run_stage(
         self, part: StagePart | None, batch: TensorMicrobatch, incoming: Tensor | None
@@ -186,6 +230,12 @@ class PipelinedExecutor(Executor):
         shape = residual_shape(rows, length, self._dim, self._tp, self._sequence_parallel)
         return shape, self._dtype
 
+    def _part(self, replica: Replica, number: int) -> StagePart | None:
+        """Which of this rank's blocks a stage has; None: it has them all."""
+        if self._virtual == 1:
+            return None
+        return StagePart(replica.stage_blocks(number), number == len(replica.stages) - 1)
+
     def _held_stages(self, replica: Replica, pp: int) -> dict[int, RankStage]:
         """The stages of this rank. A tied embedding belongs to the first."""
         trained = [p for p in self._objective.parameters() if p.requires_grad]
@@ -195,8 +245,9 @@ class PipelinedExecutor(Executor):
         decoder = cast(NextTokenObjective, self._objective).decoder
         held: dict[int, RankStage] = {}
         for number in numbers:
-            is_last = number == len(replica.stages) - 1
-            part = StagePart(replica.stage_blocks(number), is_last)
+            part = self._part(replica, number)
+            assert part is not None, "a rank has several stages"
+            is_last = part.is_last
             modules: list[nn.Module | None] = [decoder.layers[b] for b in part.blocks]
             modules += [decoder.embed] if number == 0 else []
             modules += [decoder.norm, decoder.head, decoder.score] if is_last else []

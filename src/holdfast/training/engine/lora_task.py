@@ -18,10 +18,10 @@ from holdfast.config.run import RunConfig
 from holdfast.core.seeds import key_seed
 from holdfast.core.sharding.adapters import adapted_layers, packed_weights, refuse_bare_stage
 from holdfast.core.sharding.boxes import Box
-from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.parameters import SCORE, Parameter
 from holdfast.data.read.weight_files import refuse_other_weights
 from holdfast.data.stream.loader import Loader, TensorMicrobatch
-from holdfast.model.lora import add_adapters, set_base
+from holdfast.model.lora import adapters_off, add_adapters, set_base
 from holdfast.model.nf4 import Nf4Weight
 from holdfast.model.peft_folder import read_adapter
 from holdfast.model.stage import StagePart
@@ -38,7 +38,10 @@ from holdfast.training.engine.task import (
     open_weights,
 )
 from holdfast.training.objectives.protocol import Side
+from holdfast.training.objectives.weights import ADDED
 from holdfast.training.optimizers.make_optimizer import UserParts
+
+REFERENCE = "reference"
 
 
 def _keyed_arguments(batch: Any) -> tuple[Any, ...]:
@@ -63,8 +66,37 @@ class LoraObjective(NextTokenObjective):
     ) -> Tensor:
         """As `NextTokenObjective.forward`. key: the seed of the microbatch; None: there is no
         dropout, or there are no gradients."""
+        needs_base = incoming is None and part is None and self.needs_base(side)
+        if needs_base and self.decoder.norm is not None:  # one stage has all of it
+            base = self.base_forward(tokens, targets, documents)
+            side = {**side, REFERENCE: base}
         self.decoder.before_block = None if key is None else partial(_begin_block, key)
         return super().forward(tokens, targets, documents, side, incoming, part)
+
+    def needs_base(self, side: Side) -> bool:
+        """Return True if the loss needs log-probabilities of the base, and `side` has none."""
+        return self.loss is not None and REFERENCE in self.loss.needs and REFERENCE not in side
+
+    @torch.no_grad()
+    def base_forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        incoming: Tensor | None = None,
+        part: StagePart | None = None,
+    ) -> Tensor:
+        """Run a stage without its adapters. The last one returns the log-probabilities of targets
+        under the base [B, S]."""
+        self.decoder.before_block = None
+        self.gives_log_probabilities = True
+        try:
+            with adapters_off(self.decoder):
+                return NextTokenObjective.forward(
+                    self, tokens, targets, documents, NO_SIDE, incoming, part
+                )
+        finally:
+            self.gives_log_probabilities = False
 
 
 def _begin_block(key: int, position: int) -> None:
@@ -75,6 +107,7 @@ class LoraTask(DecoderTask):
     """Adapters of the decoder, trained to predict the next token."""
 
     objective_class = LoraObjective
+    added_sides = ADDED | {REFERENCE}  # the base is the reference
     arguments = staticmethod(_keyed_arguments)
 
     def __init__(
@@ -94,7 +127,8 @@ class LoraTask(DecoderTask):
         decoder = objective.decoder
         blocks = decoder.layers.positions
         refuse_bare_stage(config.model, config.lora, blocks, "lora.targets")
-        self._boxes = self.tensor_boxes(decoder, groups)
+        boxes = self.tensor_boxes(decoder, groups)
+        self._boxes = {name: box for name, box in boxes.items() if name != SCORE}
         here = {
             layer: self._boxes[f"{layer}.weight"].offsets[1]
             for layer in adapted_layers(config.model, config.lora)
@@ -124,12 +158,16 @@ class LoraTask(DecoderTask):
 
     def initial_values(self, seed: int) -> InitialBox:
         """Those of the folder that the run continues, or new ones."""
-        lora = self._config.lora
-        if not lora.adapter:
-            return super().initial_values(seed)
-        given: dict[str, Tensor] = {}
+        model, lora = self._config.model, self._config.lora
+        given, new = dict[str, Tensor](), super().initial_values(seed)
 
         def value(row: Parameter, box: Box) -> Tensor:
+            if row.name == SCORE:  # that of the base, if it is a reward model
+                base = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
+                has_one = SCORE in base
+                return base.box(SCORE, box.offsets, box.lengths) if has_one else new(row, box)
+            if not lora.adapter:
+                return new(row, box)
             if not given:
                 folder = Path(lora.adapter)
                 refuse_other_weights(folder, lora.adapter_checksum, "lora.from")

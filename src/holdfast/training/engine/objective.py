@@ -51,7 +51,8 @@ class NextTokenObjective(nn.Module):
 
     loss: a function of log-probabilities instead of the next token's cross entropy
     (`training/objectives`). The forward then returns its loss, and the sums of `sum_names`, as one
-    vector. temperature: the logits of such a loss are divided by it.
+    vector. temperature: the logits of such a loss are divided by it. gives_log_probabilities: the
+    forward returns those of the targets instead [B, S].
 
     tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
     parallelism. context: set where a rank has a part of the tokens.
@@ -67,6 +68,7 @@ class NextTokenObjective(nn.Module):
     ):
         super().__init__()
         self._chunk, self.loss, self.temperature = chunk, loss, 1.0
+        self.gives_log_probabilities = False
         self.decoder = decoder
         self._is_weighted = weighted
         self.tensor: TensorParallel | None = None
@@ -114,6 +116,8 @@ class NextTokenObjective(nn.Module):
         hidden = decoder.head_input(decoder.norm(x))
         if tensor is not None:
             hidden = tensor.enter_region(hidden)
+        if self.gives_log_probabilities:
+            return self._log_probabilities(hidden, targets)[0]
         if isinstance(self.loss, Distill):
             return self._loss_of_logits(self.loss, hidden, targets, side)
         if self.loss is not None:
@@ -497,7 +501,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 def _entropies(logits: Tensor) -> Tensor:
     """logits: [c, V] -> [c], in nats"""
     log_p = _log_softmax(logits)
-    return -(log_p.exp() * log_p).sum(-1)
+    return -log_p.exp().mul_(log_p).sum(-1)
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -24,6 +24,10 @@ Gradients = Sequence[tuple[Tensor, Tensor]]
 """(parameter, its gradient)"""
 
 
+RunStage = Callable[[Any, Tensor | None], Tensor]
+"""(microbatch, what comes in) -> what goes out, or the loss."""
+
+
 class GradientListener(Protocol):
     """Receiver of the gradients of a microbatch while its backward pass runs."""
 
@@ -37,11 +41,11 @@ class GradientListener(Protocol):
 class RankStage:
     """One of a rank's stages.
 
-    run: (microbatch, what comes in) -> what goes out, or the loss. parameters: those of the stage
-    that are trained. part: those that it gives gradients of; None: the rank has no other stage.
+    run: its forward pass. parameters: those of the stage that are trained. part: those that it
+    gives gradients of; None: the rank has no other stage.
     """
 
-    run: Callable[[Any, Tensor | None], Tensor]
+    run: RunStage
     parameters: Sequence[Tensor]
     part: StageParameters | None
 

@@ -180,7 +180,7 @@ class DecoderTask:
         replica, place = groups.replica, groups.coordinate
         with torch.device("meta"):
             objective = self.objective_class(
-                Decoder(_with_temperature(config)),
+                Decoder(config.model),
                 config.train.compile,
                 config.data.chat.weights,
                 config.train.loss_chunk,
@@ -328,15 +328,6 @@ def _combiner(groups: ProcessGroups) -> Combine:
         return identity
     axis = Collectives(groups.axis("dp_shard"), groups.traffic)
     return lambda summed: axis.all_gather(summed[None]).sum(0)
-
-
-def _with_temperature(config: RunConfig) -> ModelConfig:
-    """Return the model whose logits are divided by the temperature that completions are drawn with,
-    so that log-probabilities of both are of one distribution."""
-    temperature, model = config.rollout.temperature, config.model
-    if not config.rollout.is_on or temperature in (0, 1):
-        return model
-    return model.model_copy(update={"logit_divisor": model.logit_divisor * temperature})
 
 
 def open_weights(model: ModelConfig, folder: Path, checksum: str, key: str) -> FolderTensors:

@@ -71,15 +71,16 @@ class Stopwatch:
         they must agree on the number of calls."""
         act()
         settle(self.device)
+        clock = time.perf_counter if alike else clock_of(self.device)
         found: list[float] = []
         queued = 1 if alike else self._queued(act)
         end = time.monotonic() + self.share_s
         while True:
-            begin = time.perf_counter()
+            begin = clock()
             for _ in range(queued):
                 act()
             settle(self.device)
-            found.append((time.perf_counter() - begin) / queued)
+            found.append((clock() - begin) / queued)
             over = time.monotonic() > end and len(found) >= FEWEST
             if self._agree(over) if alike else over:
                 return sorted(found)[int(QUANTILE * len(found))]
@@ -223,6 +224,7 @@ def measure_steps(
         config, place = probe.config(device.type), 0 if alone else rank
         store = file_store(folder / name, probe.ranks)
         settings = ConnectSettings(store, device, seconds=_MEETING_TIMEOUT_S, ep=config.layout.ep)
+        clock = clock_of(device) if alone else time.perf_counter
         engine = build_engine(config, connect(settings, probe.topology(), place), device)
         engine.initialise(config.seed)
         for step in (1, 2):  # the first one makes what all need
@@ -236,12 +238,18 @@ def measure_steps(
             meeting.set(f"steps{number}", str(count))
         found = []
         for step in range(3, 3 + int(meeting.get(f"steps{number}"))):
-            begin = time.perf_counter()
+            begin = clock()
             one_step(engine, config, step)
             settle(device)
-            found.append(time.perf_counter() - begin)
+            found.append(clock() - begin)
         engine.close()
         yield Sample("step", sorted(found)[int(quantile * len(found))], name=probe.name)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return the clock of what a rank computes without other ranks. On a CPU that is its processor
+    time, so that other processes of the machine do not count."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def settle(device: torch.device) -> None:

@@ -4,7 +4,7 @@ Names, formulas and metrics are those of TRL 1.16 (`GRPOTrainer`, `RLOOTrainer`)
 verl 0.9. A row is a completion. Side tensors that the feed gives:
 
     old             log-probability of each target under the policy that generated the row
-    advantages      grpo, rloo: of the row (`group_advantages`, `leave_one_out`)
+    advantages      grpo, rloo: of the row (`core/data/advantages.py`)
     score           ppo: the reward of the row
     reference       log-probability under the reference, with beta above 0
     reward, ...     what `REPORTED` lists, for metrics alone; a value of the row at each target
@@ -29,81 +29,13 @@ from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.training.objectives.protocol import Combine, Loss, Side
 from holdfast.training.objectives.rows import IGNORED_TARGET, Rows, count_rows
 
-STD_EPSILON = 1e-4
-"""Added to a standard deviation of rewards, as in TRL."""
 REPORTED = ("reward", "reward_std", "frac_reward_zero_std", "completions/clipped_ratio")
 """Side tensors that are only averaged over rows, under their names in TRL."""
 _CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 _COMMON = (*REPORTED, "completions/mean_length", "entropy", *_CLIPS)
 
 
-# --- advantages, of the rewards of groups ------------------------------------------------------
-def row_values(
-    config: ObjectiveConfig, rewards: NDArray[np.float64]
-) -> dict[str, NDArray[np.float64]]:
-    """Return the side tensors of the rows of complete groups, [prompts, samples] each.
-
-    Args:
-        config: the section `objective`, of a kind that generates its rows.
-        rewards: [prompts, samples]; for rloo with beta above 0 minus beta times the row's KL.
-    """
-    std = group_std(rewards)
-    found = {
-        "reward": rewards,
-        "reward_std": std,
-        "frac_reward_zero_std": np.isclose(std, 0.0).astype(np.float64),
-    }
-    if config.kind == "ppo":
-        return found | {"score": rewards}
-    of_rloo = config.kind == "rloo"
-    advantages = (
-        leave_one_out(rewards)
-        if of_rloo
-        else group_advantages(rewards, config.text("scale_rewards"))
-    )
-    return found | {"advantages": advantages}
-
-
-def group_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
-    """Return GRPO's advantages: rewards minus the mean of their group, over a standard deviation.
-
-    Args:
-        rewards: [prompts, samples].
-        scale: group, batch or none: whose standard deviation divides.
-    """
-    centred: NDArray[np.float64] = rewards - rewards.mean(axis=1, keepdims=True)
-    if scale == "none":
-        return centred
-    of_batch = scale == "batch" and rewards.size > 1
-    std = np.full_like(rewards, rewards.std(ddof=1)) if of_batch else group_std(rewards)
-    divided: NDArray[np.float64] = centred / (std + STD_EPSILON)
-    return divided
-
-
-def group_std(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the standard deviation of each reward's group, [prompts, samples]. Of one sample it
-    is 0."""
-    if rewards.shape[1] < 2:
-        return np.zeros_like(rewards)
-    repeated: NDArray[np.float64] = np.broadcast_to(
-        rewards.std(axis=1, ddof=1, keepdims=True), rewards.shape
-    )
-    return repeated
-
-
-def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return RLOO's advantages: each reward minus the mean of the others of its group.
-
-    Args:
-        rewards: [prompts, samples], minus beta times the row's KL if beta is above 0.
-    """
-    if (samples := rewards.shape[1]) < 2:
-        return np.zeros_like(rewards)
-    rest = (rewards.sum(axis=1, keepdims=True) - rewards) / (samples - 1)
-    difference: NDArray[np.float64] = rewards - rest
-    return difference
-
-
+# --- advantages of tokens -------------------------------------------------------------------
 def estimate_advantages(
     rewards: Tensor, values: Tensor, rows: Rows, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:

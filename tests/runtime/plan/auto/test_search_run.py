@@ -15,11 +15,13 @@ from holdfast.core.transports import NodeLinks
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.launch.run.auto_layout import choose_layout
 from holdfast.launch.start.facts import Facts
+from holdfast.layout import Layout, place_layout
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.plan.auto import plan_cache
 from holdfast.plan.auto.choices import given_choice, values_of
-from holdfast.plan.auto.machines import Machines, here, machines_of
+from holdfast.plan.auto.machines import REPORT_S, Machines, here, machines_of
 from holdfast.plan.auto.plan_cache import PlanCache, Rules
+from holdfast.plan.auto.prediction import Predictor
 from holdfast.plan.auto.search_run import limits_of, plan_run, why_not_searched, with_plan
 from holdfast.plan.cost.choice import Choice
 from holdfast.plan.cost.evaluate import Evaluator, Problem
@@ -357,3 +359,16 @@ def test_two_processes_have_the_same_key(tmp_path: Path) -> None:
         for seed in (1, 2)
     ]
     assert sources == [SEARCHED, FROM_CACHE]
+
+
+def test_nodes_on_the_same_cores_are_predicted_as_workers_of_one_node() -> None:
+    loaded = run_of("layout.workers=4")
+    predict = Predictor(loaded.config, box(loaded, cores=2))
+    apart, together = (
+        place_layout(Layout(dp_replicate=4), 1, nodes) for nodes in (tuple("abcd"), ("box",) * 4)
+    )
+    alone = predict(apart)
+    shared = predict(apart, dict.fromkeys("abcd", "one machine"))
+    assert shared.seconds == predict(together).seconds
+    assert shared.parts["compute"] > 2.5 * alone.parts["compute"], "each had two cores, now a half"
+    assert shared.parts["update"] > alone.parts["update"] + 2 * REPORT_S * 0.99

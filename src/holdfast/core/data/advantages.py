@@ -1,0 +1,75 @@
+"""Advantages of generated rows from the rewards of their groups, as in TRL 1.16. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.sections.objective import ObjectiveConfig
+
+STD_EPSILON = 1e-4
+"""Added to a standard deviation of rewards, as in TRL."""
+
+
+def row_values(
+    config: ObjectiveConfig, rewards: NDArray[np.float64]
+) -> dict[str, NDArray[np.float64]]:
+    """Return the side tensors of the rows of complete groups, [prompts, samples] each.
+
+    Args:
+        config: the section `objective`, of a kind that generates its rows.
+        rewards: [prompts, samples]; for rloo with beta above 0 minus beta times the row's KL.
+    """
+    std = group_std(rewards)
+    found = {
+        "reward": rewards,
+        "reward_std": std,
+        "frac_reward_zero_std": np.isclose(std, 0.0).astype(np.float64),
+    }
+    if config.kind == "ppo":
+        return found | {"score": rewards}
+    of_rloo = config.kind == "rloo"
+    advantages = (
+        leave_one_out(rewards)
+        if of_rloo
+        else group_advantages(rewards, config.text("scale_rewards"))
+    )
+    return found | {"advantages": advantages}
+
+
+def group_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
+    """Return GRPO's advantages: rewards minus the mean of their group, over a standard deviation.
+
+    Args:
+        rewards: [prompts, samples].
+        scale: group: the group's standard deviation divides; none: nothing does.
+    """
+    centred: NDArray[np.float64] = rewards - rewards.mean(axis=1, keepdims=True)
+    if scale == "none":
+        return centred
+    divided: NDArray[np.float64] = centred / (group_std(rewards) + STD_EPSILON)
+    return divided
+
+
+def group_std(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the standard deviation of each reward's group, [prompts, samples]. Of one sample it
+    is 0."""
+    if rewards.shape[1] < 2:
+        return np.zeros_like(rewards)
+    repeated: NDArray[np.float64] = np.broadcast_to(
+        rewards.std(axis=1, ddof=1, keepdims=True), rewards.shape
+    )
+    return repeated
+
+
+def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return RLOO's advantages: each reward minus the mean of the rest of its group.
+
+    Args:
+        rewards: [prompts, samples], minus beta times the row's KL if beta is above 0.
+    """
+    if (samples := rewards.shape[1]) < 2:
+        return np.zeros_like(rewards)
+    rest = (rewards.sum(axis=1, keepdims=True) - rewards) / (samples - 1)
+    difference: NDArray[np.float64] = rewards - rest
+    return difference

@@ -1,0 +1,68 @@
+"""A run that generates its data is killed again and again, and makes the same to the bit.
+
+One worker and one actor run undisturbed. Another run has two trainers, four actors and a scorer.
+Actors, scorers, trainers and the coordinator's agent get SIGKILL at random moments. Each start has
+another number of actors. Completions (by the hashes of what was fed), rewards, losses and weights
+are those of the undisturbed run, and each completion has one fate.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import newest_tensors
+from tests.support.commands import within
+from tests.support.rollout_run import RolloutRun, write_run_file
+
+KILLS = int(os.environ.get("ROLLOUT_KILLS", "20"))
+"""Kills of one run."""
+RUNS = int(os.environ.get("ROLLOUT_RUNS", "20"))
+"""Runs that are killed once, at a random moment."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_kills_of_all_roles_change_no_bit(tmp_path: Path, lag: int) -> None:
+    steps = 2 * KILLS
+    settings = (f"rollout.lag={lag}", f"train.steps={steps}")
+    run_file = write_run_file(tmp_path)
+    alone = RolloutRun(run_file, tmp_path / "alone", settings)
+    alone.finish()
+    more = ("layout.workers=2", "rollout.actors=4")
+    killed = RolloutRun(run_file, tmp_path / "killed", (*settings, *more))
+    killed.disturb(KILLS, random.Random(20261128 + lag))
+    print(f"lag {lag}: {dict(killed.killed)}, agents after steps {killed.resumed_from}")
+    assert sum(killed.killed.values()) == KILLS, "it was over before all kills: raise the steps"
+    _expect_same(alone, killed, steps)
+
+
+@pytest.mark.slow
+def test_each_completion_has_one_fate_whenever_a_run_is_killed(tmp_path: Path) -> None:
+    """Groups without variance are drawn again, and passes end within steps."""
+    settings = ("rollout.filter=no_variance", "rollout.redraws=2", "train.steps=12")
+    settings += ("train.batch_size=24", "checkpoint.every_steps=3")
+    run_file = write_run_file(tmp_path)
+    alone = RolloutRun(run_file, tmp_path / "alone", settings)
+    alone.finish()
+    chooser = random.Random(5)
+    for number in range(RUNS):
+        more = ("layout.workers=2", f"rollout.actors={chooser.randint(1, 4)}")
+        killed = RolloutRun(run_file, tmp_path / f"killed-{number}", (*settings, *more))
+        killed.disturb(1, chooser, pause_s=20.0)
+        print(number, dict(killed.killed))
+        _expect_same(alone, killed, 12)
+
+
+def _expect_same(alone: RolloutRun, killed: RolloutRun, steps: int) -> None:
+    assert alone.curve() == killed.curve()
+    fed, others = alone.fed(), killed.fed()
+    assert len(fed) >= steps
+    # Of a trainer that was lost with its last report the agent wrote entries without groups.
+    assert {at: fed[at] for at in others} == others
+    assert newest_tensors(alone.folder, steps) == newest_tensors(killed.folder, steps)
+    audit = within("data", "audit", killed.folder).succeeds()
+    assert "none missing, none twice" in audit.out
