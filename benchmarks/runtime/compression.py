@@ -36,7 +36,7 @@ def holdfast(*words: str | Path) -> str:
     """Run a command and return what it prints on standard output."""
     print(f"$ holdfast {' '.join(map(str, words))}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "holdfast.cli.main", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr or f"exit code {done.returncode}")
     return done.stdout

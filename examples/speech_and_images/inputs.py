@@ -2,7 +2,7 @@
 
 They stand in the place of a model that you would download and of your own recordings and images.
 A recording is a row of tones, and its text names them. An image is a coloured square on a dark
-ground, and its text names colour and place. Needs transformers; images need pillow, too.
+ground, and its text names colour or size. Needs transformers; images need pillow, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END, IMAGE = "<|end|>", "<image>"
 RATE = 16_000  # samples a second
 TONES = {"low": 300.0, "middle": 700.0, "high": 1600.0}  # Hz
 COLOURS = {"red": (230, 40, 40), "green": (40, 220, 60), "blue": (50, 60, 240)}
-PLACES = {"left": 2, "right": 18}  # of a square in 32 pixels
+SIZES = {"small": 8, "large": 20}  # pixels of a square, of 32
 SHARDS = 4
 
 
@@ -80,7 +80,7 @@ def write_vision_model(folder: Path) -> None:
     )
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    words = ["which", "colour", "is", "it", "where", *COLOURS, *PLACES]
+    words = ["which", "colour", "is", "it", "how", "big", *COLOURS, *SIZES]
     tokenizer = write_tokenizer(folder, words)
     size = {"hidden_size": 48, "intermediate_size": 96}
     depth = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -132,17 +132,18 @@ def recordings(copies: int, seed: int) -> Iterator[dict[str, bytes]]:
 
 
 def pictures(copies: int, seed: int) -> Iterator[dict[str, bytes]]:
-    """Yield squares of a colour at a place, each at a height of its own."""
+    """Yield squares of a colour and a size, each at a place of its own."""
     from PIL import Image
 
     draw = np.random.default_rng(seed)
-    for _, (colour, place), asks in product(range(copies), product(COLOURS, PLACES), (0, 1)):
+    for _, (colour, size), asks in product(range(copies), product(COLOURS, SIZES), (0, 1)):
         pixels = draw.integers(0, 40, (32, 32, 3), dtype=np.uint8)
-        top, left = int(draw.integers(0, 20)), PLACES[place]
-        pixels[top : top + 12, left : left + 12] = COLOURS[colour]
+        side = SIZES[size]
+        top, left = (int(number) for number in draw.integers(0, 33 - side, 2))
+        pixels[top : top + side, left : left + side] = COLOURS[colour]
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "PNG")
-        prompt, answer = (("which colour is it", colour), ("where is it", place))[asks]
+        prompt, answer = (("which colour is it", colour), ("how big is it", size))[asks]
         row = {"prompt": prompt, "completion": answer}
         yield {".png": file.getvalue(), ".json": json.dumps(row).encode()}
 
