@@ -159,6 +159,11 @@ class RunConfig(Section):
                 f"{rollout.samples} does not divide it: use "
                 f"{max(1, odd[0] // rollout.samples) * rollout.samples}"
             )
+        if rollout.server.url and not self.lora.rank:
+            yield (
+                "rollout.server.url generates with adapters, which a server can load while it "
+                "runs: use lora.rank 16 or another, or no server"
+            )
         if self.objective.kind in ("grpo", "rloo") and rollout.samples < 2:
             yield (
                 f"rollout.samples {rollout.samples} leaves objective.kind {self.objective.kind} "

@@ -13,6 +13,18 @@ from holdfast.config.sections.rewards import PromptsConfig, RewardConfig
 MAX_LAG = 2
 
 
+class ServerConfig(Section):
+    """A server of the OpenAI protocol, such as vLLM, that generates for the actors."""
+
+    url: InPlace[str] = Field("", description="such as http://host:8000/v1; empty: no server")
+    model: InPlace[str] = Field("", description="the base of the run's adapters, as it names it")
+    key_variable: InPlace[str] = Field("", pattern=r"^([A-Za-z_]\w*)?$")
+    """environment variable with the server's key; empty: it needs none"""
+    folder: InPlace[str] = ""
+    """where actors write each policy's adapters, and the server reads them; empty: a temporary
+    folder of the actor's machine"""
+
+
 class RolloutConfig(Section):
     """Completions of prompts: how they are drawn, by which processes, and how old the policy is."""
 
@@ -39,6 +51,7 @@ class RolloutConfig(Section):
     """processes of each node that rate completions; 0: the trainers rate them"""
     slots: InPlace[int] = Field(1, ge=1, le=4096)
     """completions that one actor generates at a time. A killed actor loses what it has of them"""
+    server: ServerConfig = ServerConfig()
     show_every: InPlace[int] = Field(10, ge=0)
     """steps between two groups of completions that the journal and the report show; 0: none"""
     version: Branch[str] = Field("", description="of prompts and tokenizer (planned)")
@@ -64,6 +77,14 @@ class RolloutConfig(Section):
             yield "rollout.prompts without rollout.rewards gives nothing to learn: use at least one"
         if self.rewards and not self.prompts:
             yield "rollout.rewards has nothing to rate: use rollout.prompts, or remove it"
+        if self.server.model and not self.server.url:
+            yield "rollout.server.model has no server: use rollout.server.url, or remove it"
+        if self.server.url and not (self.server.model and self.actors):
+            what = "model" if self.actors else "actors 0"
+            yield (
+                f"rollout.server.url needs the server's name of the model, and actors that ask it; "
+                f"{what} is missing: use rollout.server.model and rollout.actors 1 or more"
+            )
         if self.filter != "none" and self.samples == 1:
             yield (
                 f"rollout.filter {self.filter} compares the completions of a group, and "

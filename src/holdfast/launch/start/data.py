@@ -205,6 +205,8 @@ def prepare_run_data(
         screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
         for line in describe_changed_rewards(loaded, facts.stored_config):
             screen.say(line)
+        if loaded.config.lora.rank:
+            loaded = with_planned(loaded, check_base(loaded, facts.stored_config))
     elif not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:

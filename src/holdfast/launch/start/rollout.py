@@ -10,6 +10,9 @@ from typing import Any
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.data.read.vocabulary import describe_tokenizer, load_tokenizer, needed_size
 from holdfast.errors import ConfigError, DataError
+from holdfast.rollout.decode.server import check_server
+from holdfast.rollout.decode.server_link import ServerAddress
+from holdfast.rollout.messages import Sampling
 from holdfast.rollout.roles.texts import TOKENIZER_PLACE, open_prompts, open_rewards, places_of
 
 
@@ -36,6 +39,10 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     places = places_of(config)
     path = Path(places[TOKENIZER_PLACE])
     tokens = describe_tokenizer(load_tokenizer(path), path)
+    if (server := rollout.server).url:
+        address = ServerAddress(server.url, server.model, server.key_variable)
+        sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p)
+        check_server(address, sampling, config.model.vocab_size or tokens.size)
     why = f"{len(prompts):,} prompts"
     values: dict[str, tuple[object, str]] = {
         "task.folder": (folder, "the run file's folder"),

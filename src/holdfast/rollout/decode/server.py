@@ -77,10 +77,17 @@ class ServerDecoder(CompletionSource):
         the folder itself. vLLM does so with VLLM_ALLOW_RUNTIME_LORA_UPDATING=true and
         --enable-lora. Raises UserError if the server refuses, ServerUnavailableError."""
         assert self.free == self._slots, "completions of the older adapter are under way"
-        if name not in self._link.ask("GET", "/models", None, _read_models):
+        if name not in self._models():
             body = {"lora_name": name, "lora_path": folder}
-            self._link.ask("POST", "/load_lora_adapter", body, lambda _: None)
+            try:
+                self._link.ask("POST", "/load_lora_adapter", body, lambda _: None)
+            except UserError:
+                if name not in self._models():  # another actor was faster
+                    raise
         self._model = name
+
+    def _models(self) -> list[str]:
+        return self._link.ask("GET", "/models", None, _read_models)
 
     def cancel(self) -> None:
         """Drop the requests that are under way, and end their connections."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import device_kind
 from holdfast.machine.hardware import detect_hardware
+from holdfast.rollout.decode.server import NOT_PROMISED
 
 
 def actor_devices(config: RunConfig, places: int) -> tuple[str, ...]:
@@ -26,6 +27,11 @@ def describe_roles(config: RunConfig, places: int) -> str:
     if not rollout.actors:
         return "roles: the trainers generate completions and rate them (rollout.actors 0)"
     devices = actor_devices(config, places)
+    if rollout.server.url:
+        return (
+            f"roles of each node: {places} trainers, {rollout.actors} actors that ask "
+            f"{rollout.server.url}, {rollout.scorers} scorers; lag {rollout.lag}. {NOT_PROMISED}"
+        )
     where = f"on {', '.join(devices)}" if device_kind(config.device).has_index else "on cpu"
     shared = places >= len(devices) and device_kind(config.device).has_index
     with_whom = ", which trainers use too" if shared else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
@@ -20,10 +21,14 @@ import torch
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.adapters import lora_parameters
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.errors import HoldfastError, UserError
+from holdfast.model.peft_folder import write_adapter
 from holdfast.rollout.decode.policy import PolicyDecoder
+from holdfast.rollout.decode.server import ServerDecoder
+from holdfast.rollout.decode.server_link import ServerAddress, ServerUnavailableError
 from holdfast.rollout.messages import CompletionKey
 from holdfast.rollout.roles.client import NoQueueError, QueueClient, pause
 from holdfast.rollout.roles.messages import (
@@ -168,7 +173,7 @@ class Actor(RoleWork[Made]):
         """folder: where the trainers of this node publish; None: there are none."""
         self._texts, self._device, self._slots = texts, device, slots
         self._shared = folder
-        self._decoder: PolicyDecoder | None = None
+        self._decoder: PolicyDecoder | ServerDecoder | None = None
         self._tag = ""  # of the policy that the decoder has
         self._places: dict[str, list[PolicyPart]] = {}
         self._waiting: deque[Wanted] = deque()
@@ -231,7 +236,7 @@ class Actor(RoleWork[Made]):
 
     def _own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those that a decoder has: a head that gives values is not one of them."""
-        model, lora = self._config.model, self._config.lora
+        model, lora = policy_model(self._config), self._config.lora
         rows = lora_parameters(model, lora) if lora.rank else decoder_parameters(model)
         return {row.name: weights[row.name] for row in rows}
 
@@ -250,20 +255,52 @@ class Actor(RoleWork[Made]):
             except Exception as error:  # the library raises its own kinds for a missing file
                 raise OSError(str(error)) from error
             if self._decoder is None:
-                self._decoder = make_decoder(self._config, self._device, self._slots)
-            self._decoder.load(self._own_weights(weights))
+                self._decoder = self._make_decoder()
+            if isinstance(self._decoder, PolicyDecoder):
+                self._decoder.load(self._own_weights(weights))
+            else:
+                self._load_on_server(self._decoder, weights, wanted)
         finally:
             if fetched is not None:  # the decoder has a copy, and memory is short
                 shutil.rmtree(fetched, ignore_errors=True)
         self._tag = wanted.tag
         self._places = {wanted.tag: parts}
 
+    def _make_decoder(self) -> PolicyDecoder | ServerDecoder:
+        server = self._config.rollout.server
+        if not server.url:
+            return make_decoder(self._config, self._device, self._slots)
+        return ServerDecoder(
+            ServerAddress(server.url, server.model, server.key_variable), self._slots
+        )
+
+    def _load_on_server(
+        self, decoder: ServerDecoder, weights: Mapping[str, Tensor], wanted: Wanted
+    ) -> None:
+        """Write the policy's adapters, and have the server load them. Raises UserError if it
+        refuses, NoQueueError if it does not answer."""
+        config, name = self._config, f"{self._config.name}-{wanted.policy}-{wanted.tag}"
+        place = config.rollout.server.folder
+        with tempfile.TemporaryDirectory("-adapter", "holdfast-", place or None) as parent:
+            os.chmod(parent, 0o755)  # the server may be another user's
+            folder = Path(parent) / name
+            write_adapter(folder, config.model, config.lora, weights, {"policy": wanted.policy})
+            try:
+                decoder.use_adapter(name, str(folder))
+            except ServerUnavailableError as error:
+                raise NoQueueError(str(error)) from error
+
+
+def policy_model(config: RunConfig) -> ModelConfig:
+    """Return the model that generates: without the head that gives values."""
+    return config.model.model_copy(update={"score_head": "none"})
+
 
 def make_decoder(config: RunConfig, device: torch.device, slots: int) -> PolicyDecoder:
     """Make a decoder for the run's policy, with the base of its adapters, and no weights else."""
-    lora, model = config.lora, config.model
+    lora, model = config.lora, policy_model(config)
     decoder = PolicyDecoder(
-        config.model,
+        model,
         device,
         slots=slots,
         max_length=min(config.data.sequence_length + 1, config.model.max_position),
