@@ -112,7 +112,7 @@ class _Reader:
         if found.refused:
             raise found.refused[0]
         limit = self._data.max_document_bytes
-        for path, _ in found.files:
+        for path in (path for path, _ in found.files if Path(path).stat().st_size):
             for _ in json_documents(path, 0, 0, self._take, limit, xxh3_128()):
                 pass
         if not self._rows:

@@ -33,7 +33,15 @@ KEY = re.compile(
 )
 PROSE = ("object", "key id", "import errors", "imports")  # formats and code, not commands
 OF_OTHERS = (
-    *("--ulimit", "--head", "--namespace", "--switches", "--mail-type", "--add-kernel-support"),
+    *(
+        "--ulimit",
+        "--head",
+        "--namespace",
+        "--switches",
+        "--mail-type",
+        "--add-kernel-support",
+        *("--enable-lora", "--generation-config", "--logprobs-mode"),  # vLLM
+    ),
     "--overlap",
 )
 """Options of other programs that a sentence names."""

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import UserError
 from holdfast.rollout.decode.server import ServerDecoder, check_server
 from holdfast.rollout.decode.server_link import ServerAddress, ServerLink, ServerUnavailableError
 from holdfast.rollout.messages import Completion, CompletionKey, CompletionRequest, Sampling
+from tests.support.adapters import write_base
 from tests.support.completion_server import (
     END,
     MODEL,
@@ -21,6 +27,7 @@ from tests.support.completion_server import (
     CompletionServer,
     completion_server,
 )
+from tests.support.rollout_run import RolloutRun, write_run_file
 
 HOW = Sampling(12, stop=(END,))
 REQUESTS = [
@@ -159,3 +166,23 @@ def test_a_link_that_was_interrupted_sends_nothing(server: CompletionServer) -> 
     link.interrupt()
     with pytest.raises(ServerUnavailableError, match="interrupted"):
         link.ask("GET", "/models", None, json.loads)
+
+
+def test_a_run_of_adapters_generates_on_a_server(tmp_path: Path) -> None:
+    """The server loads the adapters of each policy, and generates with those of the last."""
+    run_file = write_run_file(tmp_path)
+    text = re.sub("model: .*", "model: {from: base}\nlora: {rank: 4}", run_file.read_text())
+    run_file.write_text(text)
+    sizes = {"layers": 2, "dim": 32, "heads": 2, "kv_heads": 2, "ffn_dim": 64, "max_position": 64}
+    write_base(tmp_path / "base", ModelConfig(vocab_size=257, **sizes))
+    shutil.copy(tmp_path / "tokenizer.json", tmp_path / "base")
+    with completion_server() as server:
+        named = (f"rollout.server.url={server.url}", f"rollout.server.model={MODEL}")
+        run = RolloutRun(run_file, tmp_path / "run", ("train.steps=2", "rollout.slots=4", *named))
+        run.finish()
+        policies = [name.split("-")[1] for name in server.models[1:]]
+        assert policies == ["0", "1"], "of step 1 and 2"
+        assert Counter(asked["model"] for asked in server.asked[1:]) == dict.fromkeys(
+            server.models[1:], 16
+        )
+    assert "its bits are not promised" in run.said

@@ -70,7 +70,10 @@ def meant(key: str, row: Mapping[str, Any]) -> str:
     return f"{near!r}: did you mean {key}?" if near else FORM_REMEDY
 
 
-FORM_REMEDY = "mend the row, or set rows in data.sources to its form (docs/guide/fine-tuning.md)"
+FORM_REMEDY = (
+    "mend the row, or set rows in data.sources to its form "
+    "(docs/guide/fine-tuning.md, docs/guide/preference-data.md)"
+)
 
 
 def _parsed(value: Any, key: str, where: str) -> Any:
