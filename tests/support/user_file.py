@@ -80,6 +80,9 @@ class Line(holdfast.Task):
     def sharding(self) -> Mapping[str, str | tuple[str, int]]:
         return {"0": "colwise_gather_output"}
 
+    def start_notes(self) -> Sequence[str]:
+        return ["two samples"]
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.children())
 

@@ -141,7 +141,7 @@ def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -
 
 @app.command()
 def teach(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
-    """Store the likeliest tokens of a run's teacher next to its dataset.
+    """Store a teacher's likeliest tokens next to a dataset.
 
     For objective.kind distill. If it is killed half-way, the same command resumes. The complete
     teacher is held in memory.

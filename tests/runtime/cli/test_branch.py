@@ -336,7 +336,7 @@ def test_a_longer_decay_names_the_checkpoint_before_it(parent: Path) -> None:
     other = long.model_copy(update={"optimizer": OptimizerConfig(learning_rate=1e-4)})
     command, note = branch_command(parent, stored, config.model_copy(update={"train": other}))
     assert "--at 6 " in command
-    assert "rate was 0.0003 at step 6, and a branch begins at 0.0001" in note
+    assert note == " (the rate 0.0003 becomes 0.0001)"
     cosine = {"steps": 12, "schedule": ScheduleConfig(warmup_steps=1)}
     stored["train"] = short.model_copy(update={**cosine, "steps": 6}).model_dump(mode="json")
     longer = config.model_copy(update={"train": short.model_copy(update=cosine)})
@@ -366,5 +366,5 @@ def test_the_least_steps_make_the_branch_that_a_refusal_names(
 ) -> None:
     os.unlink(next(parent.glob("commits/fffffffffffffff9-*")))
     found = within("train", trained.run_file, f"folder={parent}", "train.steps=3")
-    command = shlex.split(found.err.strip().rpartition("run of its own: ")[2])
+    command = shlex.split(found.err.strip().rpartition("): ")[2])
     assert within(*command[1:]).code == 0, found.err

@@ -297,7 +297,7 @@ def through(
     for given in microbatches:
         x, cuts = None, []
         for stage in stages:
-            out = stage(*given, x)
+            out = stage(*given, incoming=x)
             x = out.detach().requires_grad_()
             cuts.append((out, x))
         losses.append(out)

@@ -20,7 +20,7 @@ from holdfast.tasks.task.initial import first_values, frozen_values, trained_mod
 from holdfast.tasks.task.loading import load_task
 from holdfast.tasks.task.module import own_values, set_buffers
 from holdfast.tasks.task.task_export import MergedTaskWeights, export_task
-from holdfast.tasks.transformers.huggingface_export import export_causal_lm, open_causal_lm
+from holdfast.tasks.transformers.huggingface_export import export_folder_model, open_causal_lm
 from tests.runtime.tasks.test_task_export import Weights
 from tests.support.marks import in_campaign
 from tests.support.own_tasks import MODULE
@@ -94,7 +94,7 @@ def test_a_model_of_transformers_with_adapters(kind: str, tmp_path: Path) -> Non
             found: Tensor = model(input_ids=ids, use_cache=False).logits
         return found
 
-    export_causal_lm(
+    export_folder_model(
         tmp_path / "out",
         task,
         merged.names,

@@ -76,7 +76,6 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
     reason = f"{plan.machines.name}: the best of {tried}, {plan.result.source}"
     planned, found = with_plan(loaded, plan, reason)
     values |= {key: (value, reason) for key, value in free_values(loaded, found.choice).items()}
-    _refuse_absent_machines(loaded, planned.config.layout.workers, facts)
     loaded = planned
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
@@ -117,11 +116,14 @@ def _price_of_given(config: RunConfig, hardware: HardwareInfo) -> AutoLayout:
     return AutoLayout(tuple(_figures_in_words(config, figures)), figures.usd_of(config.train.steps))
 
 
-def _refuse_absent_machines(loaded: LoadedConfig, workers: int, facts: Facts) -> None:
-    """Raises ConfigError for a run on this machine whose layout is planned for larger ones."""
+def refuse_absent_machines(before: LoadedConfig, loaded: LoadedConfig, facts: Facts) -> None:
+    """Raises ConfigError for a start on this machine whose layout is planned for larger ones.
+    before: without what is planned."""
     cluster, hardware = loaded.config.plan.cluster, facts.hardware
-    if facts.several or cluster in ("", HERE) or is_given(loaded, "layout.workers"):
+    is_planned = loaded.config.layout.mode == "auto" and not is_given(before, "layout.workers")
+    if facts.several or cluster in ("", HERE) or not is_planned:
         return
+    workers = loaded.config.layout.workers
     kind = loaded.config.device
     here = sum(each.kind == kind for each in hardware.accelerators) or hardware.cores
     if workers > here:

@@ -20,7 +20,11 @@ from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import ConfigError, DataError
-from holdfast.launch.run.auto_layout import by_microbatch_size, choose_layout
+from holdfast.launch.run.auto_layout import (
+    by_microbatch_size,
+    choose_layout,
+    refuse_absent_machines,
+)
 from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.reference_run import (
@@ -225,7 +229,9 @@ def prepare_run_data(
         reference = check_reference_model(loaded, facts.stored_config, dataset, run_folder)
         loaded = with_planned(loaded, reference)
     loaded = with_planned(loaded, by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
+    before = loaded
     loaded, facts = with_layout(loaded, facts)
+    refuse_absent_machines(before, loaded, facts)
     task = loaded.config.task
     if dataset is None:
         passes = tuple(describe_passes(loaded.config))

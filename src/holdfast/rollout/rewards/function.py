@@ -6,7 +6,6 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from holdfast.config.sections.rewards import RewardConfig
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RewardError
 from holdfast.rollout.prompts import Prompt
+from holdfast.wire.child_command import module_command
 
 START_S = 120.0
 """Most seconds until the function's module is imported."""
@@ -73,7 +73,7 @@ class FunctionReward:
         # Hashes of texts are a part of what a function computes with sets.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.rollout.rewards.function_child", name, folder],
+            module_command("holdfast.rollout.rewards.function_child", name, folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
