@@ -40,6 +40,7 @@ FREE_PATHS = (
     "lora.base",
     "lora.adapter",
     "objective.reference.model",
+    "rollout.server.folder",
     "train.memory.folder",
 )
 PLACES = (
