@@ -104,7 +104,9 @@ def test_init_writes_a_file_that_tunes_at_once(root: Path, tmp_path: Path) -> No
     done = within("train", path, *folders, "train.epochs=0.5").succeeds()
     assert f"from the weights of {base}" in done.out
     assert "passes over the data" in done.err
-    other = within("checkpoint", "diff", tmp_path / "run", root / "run 12", "--brief")
+    full = tmp_path / "full"
+    within("train", root / "run.yaml", "train.steps=1", f"folder={full}").succeeds()
+    other = within("checkpoint", "diff", tmp_path / "run", full, "--brief")
     assert other.code == 1
     assert "the run files differ: data.sequence_length 256 and 128" in other.err
     assert "tensor" not in other.out
