@@ -123,18 +123,7 @@ def render_page(
     parts += _records(history)
     parts += _completions(history.completions)
     parts += _samples(samples)
-    if resolved.get("config"):
-        values = tables.configuration_table(resolved)
-        body = f"<details><summary>all values</summary>{values}</details>"
-        words = []
-        if history.branch:
-            parent = escape(history.branch.parent)
-            words.append(f"continues <code>{parent}</code> after step {history.branch.step}")
-        if history.dataset_version:
-            words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
-        if history.config_hash:
-            words.append(f"configuration <code>{escape(history.config_hash)}</code>")
-        parts.append(_section("Configuration", ", ".join(words), f'<div class="card">{body}</div>'))
+    parts += _configuration(history, resolved)
     parts.append(
         "<footer>Made by Holdfast from the run's journal alone. Times are on the agent's clock. "
         "Goodput: time spent computing steps that count, divided by the wall time. Tokens/s: "
@@ -149,6 +138,23 @@ def render_page(
         f'<body><main>{"".join(parts)}</main><div id="tip"></div>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _configuration(history: History, resolved: Mapping[str, Any]) -> list[str]:
+    """The section of the resolved values; none without them."""
+    if not resolved.get("config"):
+        return []
+    values = tables.configuration_table(resolved)
+    body = f"<details><summary>all values</summary>{values}</details>"
+    words = []
+    if history.branch:
+        parent = escape(history.branch.parent)
+        words.append(f"continues <code>{parent}</code> after step {history.branch.step}")
+    if history.dataset_version:
+        words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
+    if history.config_hash:
+        words.append(f"configuration <code>{escape(history.config_hash)}</code>")
+    return [_section("Configuration", ", ".join(words), f'<div class="card">{body}</div>')]
 
 
 def _section(title: str, note: str, body: str) -> str:

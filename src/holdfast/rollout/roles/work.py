@@ -7,11 +7,13 @@ they are handed in again.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,10 +49,12 @@ from holdfast.rollout.roles.weight_files import own_folder
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.task import open_weights
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result", Made, Scored)
 
 
-class RoleWork(Generic[Result]):
+class RoleWork(ABC, Generic[Result]):
     """The part that actors and scorers have in common."""
 
     role: Role
@@ -94,17 +98,17 @@ class RoleWork(Generic[Result]):
             self._work()
 
     @property
+    @abstractmethod
     def _free(self) -> int:
         """Leases that could be taken now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, orders: RoleOrders) -> None:
         """Begin what was ordered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _work(self) -> None:
         """Work on what was begun, until something is done or a moment has passed."""
-        raise NotImplementedError
 
     def _finish(self, wanted: Wanted, result: Result) -> None:
         del self._busy[wanted]
@@ -134,8 +138,9 @@ class RoleWork(Generic[Result]):
             self._failure = "" if self._failure == failure else self._failure
             if orders.queue != self._queue:  # it has nothing of what another one was given
                 self._queue = orders.queue
-                self._unsent |= {w: r for w, r in self._kept.items() if w not in sent}
-            for wanted in [w for w in self._kept if w.step < orders.step]:
+                self._unsent |= {w: r for w, r in self._kept.copy().items() if w not in sent}
+            # A copy: while the thread of `_beat` is here, the other one may finish a result.
+            for wanted in [w for w in self._kept.copy() if w.step < orders.step]:
                 del self._kept[wanted]
                 self._unsent.pop(wanted, None)
             return orders
@@ -147,9 +152,9 @@ class RoleWork(Generic[Result]):
                 try:
                     self._report(0, 0.0)
                 except HoldfastError:
-                    pass  # the next turn says so
-                except RuntimeError:
-                    pass  # the other thread has just changed what is busy
+                    logger.debug(
+                        "no sign of life was taken", exc_info=True
+                    )  # the next turn says so
 
 
 class Actor(RoleWork[Made]):
