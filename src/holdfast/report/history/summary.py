@@ -10,6 +10,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.flops import FORMULAS, run_flops_per_token
 from holdfast.machine.accelerators import peak_flops
 from holdfast.report.history.history import EvaluationPoint, History
+from holdfast.report.ledger.incidents import Incident
 
 
 def summary(
@@ -48,14 +49,7 @@ def summary(
         "goodput_running": history.goodput_running,
         "sessions": [asdict(s) for s in history.sessions],
         "generations": [asdict(g) | {"nodes": list(g.nodes)} for g in history.generations],
-        "incidents": [
-            asdict(i)
-            | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
-            | {"seconds": i.seconds, "stood_still": i.stood_still_s, "planned": i.is_planned}
-            | {"came": list(i.came), "gone": list(i.gone), "grown": list(i.grown)}
-            | {"steps_lost": i.steps_lost, "phases": i.phases, "restored": i.source}
-            for i in history.incidents
-        ],
+        "incidents": [_incident(each) for each in history.incidents],
         "checkpoints": [asdict(c) for c in history.checkpoints],
         "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
@@ -104,6 +98,17 @@ class Utilisation:
     convention: str
     formula: str
     peak: float  # FLOP/s of all devices together
+
+
+def _incident(one: Incident) -> dict[str, Any]:
+    """An incident with what follows from it."""
+    return (
+        asdict(one)
+        | {"losses": [asdict(loss) for loss in one.losses], "title": one.title}
+        | {"seconds": one.seconds, "stood_still": one.stood_still_s, "planned": one.is_planned}
+        | {"came": list(one.came), "gone": list(one.gone), "grown": list(one.grown)}
+        | {"steps_lost": one.steps_lost, "phases": one.phases, "restored": one.source}
+    )
 
 
 def _evaluation(point: EvaluationPoint | None) -> dict[str, Any] | None:
