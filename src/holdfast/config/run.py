@@ -185,12 +185,16 @@ class RunConfig(Section):
                 f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
                 f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
             )
-        elif self.objective.number("beta") and not (
-            self.lora.rank and self.objective.kind != "rloo"
-        ):
+        elif rollout.server.url and self.objective.kind == "rloo" and self.objective.beta:
             yield (
-                f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
-                "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
+                f"objective.beta {self.objective.beta} changes the rewards of rloo, for which "
+                "actors read each completion, and rollout.server reads none: use beta 0, or "
+                "objective.kind: grpo"
+            )
+        elif rollout.server.url and self.objective.whiten_advantages:
+            yield (
+                "objective.whiten_advantages needs the values of each completion, and "
+                "rollout.server has none: use whiten_advantages: false"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
@@ -199,6 +203,13 @@ class RunConfig(Section):
                 f"layout.schedule {self.layout.schedule} trains with weights of several steps, "
                 "and rollout needs those of one: use 1f1b or gpipe"
             )
+
+    @property
+    def has_read_reference(self) -> bool:
+        """Whether actors read completions with the reference. With adapters, trainers do so, but
+        for rloo, whose rewards have the KL."""
+        reads = self.rollout.is_on and self.objective.reads_reference
+        return reads and (not self.lora.rank or self.objective.kind == "rloo")
 
     @property
     def has_own_data(self) -> bool:

@@ -54,7 +54,7 @@ LATER_KEYS = frozenset(
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
             *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
             *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
-            "vf_coef",
+            *("vf_coef", "entropy_coef", "whiten_advantages"),
             *("top_k", "temperature", "alpha"),
         ),
         "model": (

@@ -87,6 +87,26 @@ def check_reference_model(
     return {**values, f"{KEY}.key": (key, why)}
 
 
+def check_rollout_reference(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+    """Return the checksum of the reference that actors read completions with. Raises UserError.
+
+    stored: values of the run that continues; none for a new one."""
+    config = loaded.config
+    if not config.has_read_reference or config.lora.rank:
+        return {}
+    if named := config.objective.reference.model:
+        before = stored.get("objective", {}).get("reference", {})
+        return _named_values(loaded, Path(named), before.get("checksum", ""))
+    if config.model.weights_checksum == IMPORTED:
+        raise ConfigError(
+            f"objective.beta {config.objective.beta} pulls to the weights that the run begins "
+            "with, and those of an imported checkpoint lie in no folder",
+            where=loaded.where("objective.beta"),
+            remedy=f"set {KEY}.model to a folder in Hugging Face form",
+        )
+    return {}
+
+
 def _origin(config: RunConfig, dataset: Dataset, weights: str) -> ReferenceOrigin:
     data, precision = config.data, config.train.precision
     where = config.device, data.sequence_length, data.chat.long_rows

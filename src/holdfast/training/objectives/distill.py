@@ -43,6 +43,7 @@ class Distill:
     names: tuple[str, ...] = ("cross_entropy", "divergence")
     needs: Set[str] = frozenset({IDS, LOGPS})
     needs_entropy = False
+    trains_entropy = False
 
     def __init__(self, config: ObjectiveConfig, combine: Combine = identity) -> None:
         self._alpha, self._beta = config.number("alpha"), config.number("beta")
