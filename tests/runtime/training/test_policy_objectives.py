@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.config.sections.rewards import PromptsConfig, RewardConfig
+from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.core.data.advantages import group_advantages, group_std, leave_one_out, row_values
 from holdfast.training.objectives.policy import estimate_advantages, moments_of_advantages
-from holdfast.training.objectives.registry import make_objective, means_of
+from holdfast.training.objectives.registry import make_objective, means_of, sum_names
 from holdfast.training.objectives.rows import Rows
 
 LENGTHS = (5, 1, 7, 3, 4, 6)  # targets of each row
@@ -415,6 +417,28 @@ def test_a_row_counts_the_same_in_any_microbatch(kind: str) -> None:
     assert weight == objective.weigh(batch.targets.numpy(), batch.documents.numpy(), {})
     for name, (value, _) in whole.sums.items():
         assert sums[name] == pytest.approx(float(value), abs=1e-12), name
+
+
+def test_rewards_are_reported_by_source_and_one_by_one() -> None:
+    batch, config = Batch(2), ObjectiveConfig(kind="grpo")
+    batch.source = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)  # type: ignore[attr-defined]
+    rewards = RewardConfig(kind="exact_match"), RewardConfig(kind="exact_match")
+    rollout = RolloutConfig(
+        prompts=(PromptsConfig(path="x"),), rewards=rewards, sources=("easy", "hard", "never")
+    )
+    objective = make_objective(config, rollout=rollout)
+    assert objective is not None
+    side = batch.side("old", "advantages", "source")
+    named = {"reward": batch.score, "rewards/exact_match_2/mean": 2 * batch.score}
+    side |= {name: batch.pack(values) for name, values in named.items()}
+    found = objective(batch.pack(batch.logps), batch.targets, batch.documents, side)
+    sums = [float(one) for name in objective.names for one in found.sums[name]]
+    means, score = means_of(objective.names, sums), batch.score
+    assert sum_names(config, rollout) == objective.names
+    assert means["reward/easy"] == pytest.approx(float(score[[0, 2, 5]].mean()), abs=1e-12)
+    assert means["reward/hard"] == pytest.approx(float(score[[1, 3, 4]].mean()), abs=1e-12)
+    assert "reward/never" not in means
+    assert means["rewards/exact_match_2/mean"] == pytest.approx(2 * means["reward"], abs=1e-12)
 
 
 def test_advantages_of_a_row_are_the_returns_of_its_own_tokens() -> None:

@@ -67,7 +67,7 @@ LATER_KEYS = frozenset(
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
-            *("samples", "temperature", "top_p", "version"),
+            *("samples", "source_column", "temperature", "top_p", "version"),
         ),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
         "train": ("deterministic", "keep_zeros", "loss_chunk", "qat"),

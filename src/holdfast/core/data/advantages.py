@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.objective import ObjectiveConfig
 
+SOURCE = "source"
+"""The side tensor with the number of a row's source of prompts, in `rollout.sources`."""
 STD_EPSILON = 1e-4
 """Added to a standard deviation of rewards, as in TRL."""
 

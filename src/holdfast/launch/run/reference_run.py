@@ -17,6 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.format.hf_names import huggingface_map
 from holdfast.core.format.stored_weights import check_weights
 from holdfast.data.read.files import canonical_json, checksum
+from holdfast.data.read.vocabulary import describe_difference, tokenizer_file
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.reference import (
     MANIFEST,
@@ -96,6 +97,16 @@ def check_rollout_reference(loaded: LoadedConfig, stored: Mapping[str, Any]) -> 
         return {}
     if named := config.objective.reference.model:
         before = stored.get("objective", {}).get("reference", {})
+        theirs, ours = (
+            Path(named, "tokenizer.json"),
+            tokenizer_file(str(config.data.tokenizer.place)),
+        )
+        if theirs.is_file() and (difference := describe_difference(theirs, ours)):
+            raise ConfigError(
+                f"the reference has another tokenizer than the prompts: {difference}",
+                where=loaded.where(f"{KEY}.model"),
+                remedy="use a reference that was trained with data.tokenizer.path",
+            )
         return _named_values(loaded, Path(named), before.get("checksum", ""))
     if config.model.weights_checksum == IMPORTED:
         raise ConfigError(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
+from holdfast.core.data.advantages import SOURCE as OF_SOURCE
 from holdfast.core.data.group_order import Group, GroupAudit, GroupOrder
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.core.data.skips import Skips
@@ -33,7 +34,7 @@ GROUPS_KEY = "groups"
 
 
 class RowValues(Protocol):
-    """What the objective needs of rows, besides numbers of their tokens."""
+    """What the objective needs of rows, next to numbers of their tokens."""
 
     def of_group(
         self, rewards: NDArray[np.float64], kl: NDArray[np.float64], of_step: NDArray[np.float64]
@@ -248,7 +249,14 @@ class RolloutBatches:
         )
         clipped = [float(each.completion.finish == "length") for each in group.completions]
         of_group = {name: numbers[0] for name, numbers in rows.items()}
-        return of_group | {"completions/clipped_ratio": np.asarray(clipped)}
+        found = of_group | {"completions/clipped_ratio": np.asarray(clipped)}
+        for at, name in enumerate(self._config.rollout.reward_names):
+            found[name] = np.asarray([each.rewards[at] for each in group.completions])
+        if sources := self._config.rollout.sources:
+            assert self.texts is not None, "a feed is attached"
+            number = sources.index(self.texts.prompts[group.prompt].source)
+            found[OF_SOURCE] = np.full(len(rewards), float(number))
+        return found
 
     def _total(self, numbers: Sequence[float]) -> float:
         rewards = self._config.rollout.rewards

@@ -238,7 +238,7 @@ class Actor(RoleWork[Made]):
                 self._finish(wanted, self._made(wanted, ended))
 
     def _made(self, wanted: Wanted, completion: Completion) -> Made:
-        """Return a result, with what the objective needs of it besides its tokens."""
+        """Return a result, with what the objective needs of it next to its tokens."""
         config, decoder, side = self._config, self._decoder, dict[str, tuple[float, ...]]()
         if not isinstance(decoder, PolicyDecoder):
             return Made.of(wanted, completion)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.core.data.advantages import SOURCE
 from holdfast.training.objectives.protocol import Combine, Loss, Side
 from holdfast.training.objectives.rows import IGNORED_TARGET, Rows, count_rows
 
@@ -96,7 +97,7 @@ def moments_of_advantages(
 
 
 # --- losses ------------------------------------------------------------------------------------
-class _PolicyLoss:
+class PolicyLoss:
     """What the losses share: ratios, clipping and metrics. config: the section `objective`."""
 
     names: tuple[str, ...] = _COMMON
@@ -105,6 +106,7 @@ class _PolicyLoss:
 
     def __init__(self, config: ObjectiveConfig, combine: Combine | None = None) -> None:
         self._config, self._beta = config, config.number("beta")
+        self._rewards, self._sources = tuple[str, ...](), tuple[str, ...]()
         self._entropy = config.number("entropy_coef")
         self.trains_entropy = self._entropy > 0
         low = config.number("epsilon")
@@ -112,6 +114,12 @@ class _PolicyLoss:
         self._bounds = 1 - low, 1 + high
         if self._beta:
             self.needs = {*self.needs, "reference"}
+
+    def report(self, rewards: Sequence[str], sources: Sequence[str]) -> None:
+        """Add up rewards one by one, and the sum of rewards by source. rewards: side tensors.
+        sources: by the numbers in the side tensor `source`."""
+        self._rewards, self._sources = tuple(rewards), tuple(sources)
+        self.names = (*self.names, *rewards, *(f"reward/{source}" for source in sources))
 
     def weigh(
         self,
@@ -135,7 +143,13 @@ class _PolicyLoss:
     def _sums(self, rows: Rows, side: Side) -> dict[str, tuple[Tensor, Tensor]]:
         """Metrics that need no ratio."""
         counted, present = rows.targets != IGNORED_TARGET, rows.present
-        sums = {name: _mean(rows.value(side[name]), present) for name in REPORTED if name in side}
+        names = [name for name in (*REPORTED, *self._rewards) if name in side]
+        sums = {name: _mean(rows.value(side[name]), present) for name in names}
+        if self._sources and SOURCE in side:
+            reward, of_source = rows.value(side["reward"]), rows.value(side[SOURCE])
+            for number, source in enumerate(self._sources):
+                which = present & (of_source == number)
+                sums[f"reward/{source}"] = _mean(reward, which)
         sums["completions/mean_length"] = _mean(rows.counts, present)
         if "entropies" in side:
             sums["entropy"] = _mean(side["entropies"].double(), counted)
@@ -143,7 +157,7 @@ class _PolicyLoss:
         return dict.fromkeys(self.names, nothing) | sums
 
 
-class Grpo(_PolicyLoss):
+class Grpo(PolicyLoss):
     """Group relative policy optimisation (Shao et al. 2024), with the divisors of BNPO, Dr. GRPO
     (Liu et al. 2025) and DAPO (Yu et al. 2025), and the ratios of GSPO (Zheng et al. 2025)."""
 
@@ -188,7 +202,7 @@ class Grpo(_PolicyLoss):
         return super().weigh(targets, documents, side)
 
 
-class Rloo(_PolicyLoss):
+class Rloo(PolicyLoss):
     """REINFORCE leave-one-out (Ahmadian et al. 2024): ratios of complete rows. A KL term is a part
     of the rewards, so `beta` acts in the advantages."""
 
@@ -211,7 +225,7 @@ class Rloo(_PolicyLoss):
         return Loss(losses.sum(), sums)
 
 
-class Ppo(_PolicyLoss):
+class Ppo(PolicyLoss):
     """Proximal policy optimisation (Schulman et al. 2017) with values of each token.
 
     The reward of a token is -beta times its log ratio to the reference, and at a row's last token
