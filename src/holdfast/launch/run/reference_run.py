@@ -14,7 +14,7 @@ from holdfast.config.huggingface.folder import read_folder_model
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.model_from import refuse_other_shape
 from holdfast.config.run import RunConfig
-from holdfast.core.format.hf_names import huggingface_map
+from holdfast.core.format.hf_names import NameMap, huggingface_map
 from holdfast.core.format.stored_weights import check_weights
 from holdfast.data.read.files import canonical_json, checksum
 from holdfast.data.read.vocabulary import describe_difference, tokenizer_file
@@ -143,8 +143,7 @@ def teacher_values(
             f"data.tokenizer.path={folder / 'tokenizer.json'}",
         )
     expected, names = before.get("checksum", ""), huggingface_map(found)
-    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
-    values = {f"{KEY}.model": values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}
+    values = _folder_values(folder, expected, names)
     weights = str(values[f"{KEY}.checksum"][0])
     origin = replace(_origin(config, dataset, weights), precision="fp32", device="any")
     place = origin.teacher_key(int(objective.number("top_k")), objective.number("temperature"))
@@ -158,7 +157,14 @@ def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedVal
     refuse_other_shape(config.model, read_folder_model(folder), folder, loaded.where(key))
     names = huggingface_map(config.model)
     expected = config.objective.reference.checksum or stored
-    return folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    return _folder_values(folder, expected, names)
+
+
+def _folder_values(folder: Path, expected: str, names: NameMap) -> PlannedValues:
+    """The place of a reference and its checksum, which must be `expected` if that is known."""
+    key = f"{KEY}.model"
+    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    return {key: values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}
 
 
 def _first_commit(run_folder: Path) -> str:
