@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import within
-from tests.support.rollout_run import RolloutRun, write_run_file
+from tests.support.rollout_run import RolloutRun, write_run_file, write_teacher
 
 KILLS = int(os.environ.get("ROLLOUT_KILLS", "20"))
 """Kills of one run."""
@@ -55,6 +55,29 @@ def test_each_completion_has_one_fate_whenever_a_run_is_killed(tmp_path: Path) -
         killed.disturb(1, chooser, pause_s=20.0)
         print(number, dict(killed.killed))
         _expect_same(alone, killed, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_student_learns_from_a_teacher_of_its_completions(tmp_path: Path, lag: int) -> None:
+    """Trainers read completions with the teacher: kills change no bit, and the divergence falls."""
+    steps = 2 * KILLS
+    run_file = write_run_file(tmp_path)
+    write_teacher(tmp_path / "teacher")
+    objective = "{kind: distill, reference: {model: teacher}, top_k: 8, beta: 0.5}"
+    settings = (f"rollout.lag={lag}", f"train.steps={steps}", "rollout.rewards=[]")
+    settings += (f"objective={objective}",)
+    alone = RolloutRun(run_file, tmp_path / "alone", settings)
+    alone.finish()
+    divergence = [metrics["divergence"] for _, (_, metrics) in sorted(alone.curve().items())]
+    print(f"divergence of the first and the last steps: {divergence[:3]} {divergence[-3:]}")
+    assert max(divergence[-3:]) < 0.7 * min(divergence[:3])
+    more = ("layout.workers=2", "rollout.actors=4")
+    killed = RolloutRun(run_file, tmp_path / "killed", (*settings, *more))
+    killed.disturb(KILLS, random.Random(20261129 + lag))
+    print(f"lag {lag}: {dict(killed.killed)}, agents after steps {killed.resumed_from}")
+    assert sum(killed.killed.values()) == KILLS, "it was over before all kills: raise the steps"
+    _expect_same(alone, killed, steps)
 
 
 def _expect_same(alone: RolloutRun, killed: RolloutRun, steps: int) -> None:

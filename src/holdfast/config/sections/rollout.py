@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     prompts: Branch[tuple[PromptsConfig, ...]] = ()
     """files of prompts (docs/guide/rewards.md); none: the run trains on a dataset"""
     rewards: Branch[tuple[RewardConfig, ...]] = ()
-    """what rates a completion (docs/guide/rewards.md)"""
+    """what rates a completion (docs/guide/rewards.md). objective.kind distill: only reported"""
     samples: Branch[int] = Field(4, ge=1, le=4096)
     """completions of each prompt: a group. train.batch_size counts completions, and is a multiple
     of it"""
@@ -73,8 +73,6 @@ class RolloutConfig(Section):
         return 1 + (self.redraws if self.filter != "none" else 0)
 
     def broken_rules(self) -> Iterator[str]:
-        if self.prompts and not self.rewards:
-            yield "rollout.prompts without rollout.rewards gives nothing to learn: use at least one"
         if self.rewards and not self.prompts:
             yield "rollout.rewards has nothing to rate: use rollout.prompts, or remove it"
         if self.server.model and not self.server.url:

@@ -17,7 +17,7 @@ def row_values(
     """Return the side tensors of the rows of complete groups, [prompts, samples] each.
 
     Args:
-        config: the section `objective`, of a kind that generates its rows.
+        config: the section `objective`. A distillation reports rewards alone.
         rewards: [prompts, samples]; for rloo with beta above 0 minus beta times the row's KL.
     """
     std = group_std(rewards)
@@ -26,6 +26,8 @@ def row_values(
         "reward_std": std,
         "frac_reward_zero_std": np.isclose(std, 0.0).astype(np.float64),
     }
+    if config.kind == "distill":
+        return found
     if config.kind == "ppo":
         return found | {"score": rewards}
     of_rloo = config.kind == "rloo"

@@ -29,6 +29,7 @@ from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.reference_run import (
     check_reference_model,
+    completions_teacher_values,
     describe_reference,
     refuse_other_rows,
 )
@@ -206,6 +207,7 @@ def prepare_run_data(
     rollout = loaded.config.rollout.is_on
     if rollout:
         loaded = with_planned(loaded, plan_rollout(loaded))
+        loaded = with_planned(loaded, completions_teacher_values(loaded, facts.stored_config))
         screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
         for line in describe_changed_rewards(loaded, facts.stored_config):
             screen.say(line)

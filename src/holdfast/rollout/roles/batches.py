@@ -22,6 +22,7 @@ from holdfast.events import CompletionsShown, Event
 from holdfast.rollout.roles.feed import CompletionFeed, DrawnGroup
 
 if TYPE_CHECKING:  # the agent, which asks for places alone, has no torch
+    from holdfast.rollout.roles.teacher import Teacher
     from holdfast.rollout.roles.texts import Texts
 
 SOURCE = "prompts"
@@ -64,6 +65,7 @@ class RolloutBatches:
         self._plan: Callable[[int], Sequence[int]] = lambda step: ()
         self._row_values: RowValues = lambda rewards: {}
         self.texts: Texts | None = None  # of a process that reads completions
+        self.teacher: Teacher | None = None  # of a trainer that distils
         self.emit: Callable[[Event], None] = lambda event: None
         """Writes examples into the journal."""
 
@@ -181,7 +183,11 @@ class RolloutBatches:
         assert documents is not None
         values = {group: self.values_of(drawn) for group, drawn in groups.items()}
         names = sorted({name for each in values.values() for name in each})
-        side = {name: np.zeros(inputs.shape, dtype=np.float32) for name in ("old", *names)}
+        side: dict[str, NDArray[Any]] = {
+            name: np.zeros(inputs.shape, dtype=np.float32) for name in ("old", *names)
+        }
+        if self.teacher is not None:
+            side |= self.teacher.blank(stop - start)
         _, epochs, samples = self.order.places(start, stop)
         for row, (epoch, sample) in enumerate(zip(epochs.tolist(), samples.tolist(), strict=True)):
             prompt, number = divmod(sample, size)
@@ -196,13 +202,17 @@ class RolloutBatches:
             targets[row, reply], side["old"][row, reply] = made.tokens, made.logps
             for name in names:
                 side[name][row, reply] = values[epoch, prompt][name][number]
+            if self.teacher is not None:
+                for name, read in self.teacher.read([*ids, *made.tokens], len(ids)).items():
+                    side[name][row, reply] = read
         weight = int((targets != MASKED_TARGET).sum())
         return Microbatch(inputs, targets, documents, [], weight, side)
 
     def values_of(self, group: DrawnGroup) -> dict[str, NDArray[np.float64]]:
         """What the objective needs of each completion of a group: [samples] by name."""
         rewards = [self._total(each.rewards) for each in group.completions]
-        rows = self._row_values(np.asarray([rewards], dtype=np.float64))
+        is_rated = bool(self._config.rollout.rewards)
+        rows = self._row_values(np.asarray([rewards], dtype=np.float64)) if is_rated else {}
         clipped = [float(each.completion.finish == "length") for each in group.completions]
         of_group = {name: numbers[0] for name, numbers in rows.items()}
         return of_group | {"completions/clipped_ratio": np.asarray(clipped)}

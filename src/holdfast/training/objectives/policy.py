@@ -32,7 +32,9 @@ from holdfast.training.objectives.rows import IGNORED_TARGET, Rows, count_rows
 REPORTED = ("reward", "reward_std", "frac_reward_zero_std", "completions/clipped_ratio")
 """Side tensors that are only averaged over rows, under their names in TRL."""
 _CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-_COMMON = (*REPORTED, "completions/mean_length", "entropy", *_CLIPS)
+OF_ROWS = (*REPORTED, "completions/mean_length")
+"""The names of `row_means`."""
+_COMMON = (*OF_ROWS, "entropy", *_CLIPS)
 
 
 # --- advantages of tokens -------------------------------------------------------------------
@@ -97,9 +99,7 @@ class _PolicyLoss:
 
     def _sums(self, rows: Rows, side: Side) -> dict[str, tuple[Tensor, Tensor]]:
         """Metrics that need no ratio."""
-        counted, present = rows.targets != IGNORED_TARGET, rows.present
-        sums = {name: _mean(rows.value(side[name]), present) for name in REPORTED if name in side}
-        sums["completions/mean_length"] = _mean(rows.counts, present)
+        counted, sums = rows.targets != IGNORED_TARGET, row_means(rows, side)
         if "entropies" in side:
             sums["entropy"] = _mean(side["entropies"].double(), counted)
         nothing = rows.counts.new_zeros(()), rows.counts.new_zeros(())
@@ -212,6 +212,13 @@ class Ppo(_PolicyLoss):
         side: Mapping[str, NDArray[Any]],
     ) -> int:
         return int((targets != IGNORED_TARGET).sum())
+
+
+def row_means(rows: Rows, side: Side) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return sums and counts of what the feed says of each row, and of their lengths."""
+    present = rows.present
+    means = {name: _mean(rows.value(side[name]), present) for name in REPORTED if name in side}
+    return means | {OF_ROWS[-1]: _mean(rows.counts, present)}
 
 
 def _spread(of_rows: Tensor, rows: Rows) -> Tensor:
