@@ -112,18 +112,19 @@ def teacher_values(
     return {**values, f"{KEY}.key": (before.get("key") or place, "dataset and teacher")}
 
 
-def completions_teacher_values(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+def completions_teacher_values(
+    loaded: LoadedConfig, stored: Mapping[str, Any] | None
+) -> PlannedValues:
     """Return what follows from the teacher of a run that generates: its place, checksum and size,
     and that the run's own completions are no answers. Raises UserError.
 
-    stored: values of the run that continues; none for a new one."""
+    stored: values of the run that continues, empty for a new one; None: no weights are read."""
     config = loaded.config
     if config.objective.kind != "distill":
         return {}
-    before = stored.get("objective", {}).get("reference", {})
-    size = config.model.vocab_size
-    values, found = _teacher_weights(loaded, size, "student", before)
-    theirs = Path(str(values[f"{KEY}.model"][0])) / "tokenizer.json"
+    before = None if stored is None else stored.get("objective", {}).get("reference", {})
+    values, found = _teacher_weights(loaded, config.model.vocab_size, "student", before)
+    theirs = Path(config.objective.reference.model).absolute() / "tokenizer.json"
     ours = Path(config.rollout.places[TOKENIZER_PLACE])
     if theirs.is_file() and (difference := describe_difference(theirs, ours)):
         raise ConfigError(
@@ -139,10 +140,10 @@ def completions_teacher_values(loaded: LoadedConfig, stored: Mapping[str, Any]) 
 
 
 def _teacher_weights(
-    loaded: LoadedConfig, vocabulary: int, who: str, before: Mapping[str, Any]
+    loaded: LoadedConfig, vocabulary: int, who: str, before: Mapping[str, Any] | None
 ) -> tuple[PlannedValues, ModelConfig]:
     """Return the teacher's place and checksum, and its shape. vocabulary: tokens that it has to
-    know, of which `who` speaks. Raises UserError."""
+    know, of which `who` speaks. before: None: its weights are not read. Raises UserError."""
     key = f"{KEY}.model"
     folder = Path(os.path.abspath(loaded.config.objective.reference.model))
     found, length = read_folder_model(folder), loaded.config.data.sequence_length
@@ -163,6 +164,8 @@ def _teacher_weights(
             where=loaded.where(key),
             remedy=f"use data.sequence_length={found.max_position}, or another teacher",
         )
+    if before is None:
+        return {}, found
     expected, names = before.get("checksum", ""), huggingface_map(found)
     values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
     return {key: values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}, found

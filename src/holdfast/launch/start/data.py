@@ -256,6 +256,7 @@ def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConf
     prepared. Raises ConfigError."""
     if loaded.config.rollout.is_on:
         loaded = loaded.with_values(plan_rollout(loaded))
+        loaded = loaded.with_values(completions_teacher_values(loaded, None))
         screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
         return loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, None)))
     data, train = loaded.config.data, loaded.config.train

@@ -169,7 +169,7 @@ class RolloutBatches:
                 group.prompt,
                 _cut(self.texts.tokenizer.decode(list(prompt.ids), skip_special_tokens=False)),
                 [_cut(each.text) for each in shown],
-                [self._total(each.rewards) for each in shown],
+                [self._total(each.rewards) for each in shown if each.rewards],
                 group.is_filtered,
                 step=step,
             )
