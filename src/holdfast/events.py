@@ -552,5 +552,5 @@ class CompletionsShown(Event, kind="completions"):
     prompt: int  # its number
     asked: str  # the prompt as text, cut
     replies: list[str]  # cut
-    rewards: list[float]  # of the replies
+    rewards: list[float]  # of the replies; none of a run without rewards
     is_filtered: bool = False  # nothing is learned from it
