@@ -102,7 +102,8 @@ class AgentParts:
         await asyncio.to_thread(self.refusals.close)
         await self.records.event_log.flush(sync=True)
         seconds = self.context.config.logging.finish_seconds
-        await self.trackers.finish(0.0 if self.processes.is_killed else seconds)
+        is_killed = self.processes.is_killed
+        await self.trackers.finish(0.0 if is_killed else seconds, is_killed)
         self.processes.close()
 
     # --- making one part each -------------------------------------------------------------------

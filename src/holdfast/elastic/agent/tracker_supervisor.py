@@ -88,17 +88,26 @@ class TrackerSupervisor:
                 logger.exception("the trackers could not be looked after")
             await asyncio.sleep(LEAD_CHECK_INTERVAL_S if self._led_at is None else CHECK_INTERVAL_S)
 
-    async def finish(self, timeout_s: float) -> None:
+    async def finish(self, timeout_s: float, is_killed: bool = False) -> None:
         """Have every tracker deliver the rest, for `timeout_s` seconds at most. Call it when the
-        journal is complete."""
+        journal is complete. is_killed: the run may wait for nothing."""
         if self._led_at is None:
             return
+        # What a program with a wait of its own finds out goes to the other ones.
+        slow = [tracked for tracked in self._tracked if tracked.program.finish_s is not None]
+        for tracked in slow:
+            wait_s = 0.0 if is_killed else tracked.program.finish_s or 0.0
+            is_complete = await self._finish(tracked, wait_s)
+            if not is_complete and not tracked.refusal:
+                name, by_hand = tracked.program.name, tracked.program.by_hand
+                self._say(f"{name} is not complete; do the rest with: {by_hand}")
+        quick = [tracked for tracked in self._tracked if tracked not in slow]
         results = await asyncio.gather(
-            *(self._finish(tracked, timeout_s) for tracked in self._tracked), return_exceptions=True
+            *(self._finish(tracked, timeout_s) for tracked in quick), return_exceptions=True
         )
         late = [
             tracked.program.name
-            for tracked, is_complete in zip(self._tracked, results, strict=True)
+            for tracked, is_complete in zip(quick, results, strict=True)
             if is_complete is not True and not tracked.refusal
         ]
         if late:
@@ -109,10 +118,9 @@ class TrackerSupervisor:
         for tracked in self._tracked:
             if tracked.refusal:
                 name = tracked.program.name
-                self._say(
-                    f"{tracked.refusal}; then deliver the run with: {self._track_command} "
-                    f"--to {name} --option NAME=VALUE"
-                )
+                again = f"{self._track_command} --to {name} --option NAME=VALUE"
+                again = tracked.program.by_hand or again
+                self._say(f"{tracked.refusal}; then deliver the run with: {again}")
 
     async def _check(self, now: float) -> None:
         if self._is_leading():
