@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.data.read.files import canonical_json
 from holdfast.data.read.vocabulary import describe_tokenizer, tokenizer_file
 from holdfast.errors import ConfigError, DataError
-from holdfast.evaluation.results import Results, TaskResult
+from holdfast.evaluation.results import TaskResult, TaskResults
 
 if TYPE_CHECKING:
     from holdfast.evaluation.model import EvaluatedModel
@@ -38,7 +38,7 @@ def evaluate_harness(
     shots: int | None,
     limit: int,
     say: Callable[[str], None],
-    results: Results | None = None,
+    results: TaskResults | None = None,
 ) -> list[TaskResult]:
     """Return the result of each task of the harness, and keep it. Raises ConfigError.
 

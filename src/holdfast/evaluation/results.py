@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.events import TaskEvaluated
@@ -48,22 +49,45 @@ class TaskResult:
         return f"{self.task}: {self.metric} {self.score:.4f} of {len(self.items)} items{more}"
 
 
-class Results:
-    """The results of one checkpoint of a run."""
+class TaskResults(Protocol):
+    """Where results are kept, by task and digest."""
 
-    def __init__(self, store: RunStore, step: int, generation: int):
-        self._store, self._step, self._generation = store, step, generation
-        self._writer = f"evaluate-{secrets.token_hex(4)}"
+    def get(self, task: str, digest: str) -> TaskResult | None: ...
+    def put(self, result: TaskResult) -> None: ...
+
+
+class KeptResults:
+    """Results below a key of a store, each created once."""
+
+    def __init__(self, store: RunStore, prefix: str):
+        self.store, self._prefix = store, prefix
 
     def get(self, task: str, digest: str) -> TaskResult | None:
         try:
-            return TaskResult.from_json(parse_json(self._store.get(self._key(task, digest))))
+            return TaskResult.from_json(parse_json(self.store.get(self._key(task, digest))))
         except MissingKeyError:
             return None
 
     def put(self, result: TaskResult) -> None:
+        content = json.dumps(result.to_json(), separators=(",", ":")).encode()
+        with suppress(AlreadyExistsError):  # another evaluator was faster, with the same numbers
+            self.store.create(self._key(result.task, result.digest), content)
+
+    def _key(self, task: str, digest: str) -> str:
+        return f"{self._prefix}/{task}-{digest}.json"
+
+
+class Results(KeptResults):
+    """The results of one checkpoint of a run."""
+
+    def __init__(self, store: RunStore, step: int, generation: int):
+        super().__init__(store, f"{PREFIX}{step:010d}-{generation:010d}")
+        self._step, self._generation = step, generation
+        self._writer = f"evaluate-{secrets.token_hex(4)}"
+
+    def put(self, result: TaskResult) -> None:
         """Enter a result into the journal, then keep it. A killed caller does both again."""
-        writer = JournalWriter(self._store, self._writer, self._generation)
+        writer = JournalWriter(self.store, self._writer, self._generation)
         writer.emit(
             TaskEvaluated(
                 result.task,
@@ -77,15 +101,7 @@ class Results:
             )
         )
         writer.flush(sync=True)
-        try:
-            content = json.dumps(result.to_json(), separators=(",", ":")).encode()
-            self._store.create(self._key(result.task, result.digest), content)
-        except AlreadyExistsError:
-            return  # another evaluator was faster, with the same numbers
-
-    def _key(self, task: str, digest: str) -> str:
-        place = f"{self._step:010d}-{self._generation:010d}"
-        return f"{PREFIX}{place}/{task}-{digest}.json"
+        super().put(result)
 
 
 def evaluated_steps(store: RunStore) -> list[int]:

@@ -18,7 +18,7 @@ from holdfast.data.read.files import canonical_json
 from holdfast.data.read.source_files import find_files
 from holdfast.errors import DataError
 from holdfast.evaluation.model import EvaluatedModel
-from holdfast.evaluation.results import Results, TaskResult
+from holdfast.evaluation.results import Results, TaskResult, TaskResults
 from holdfast.rollout.prompts import Prompt, Prompts, read_prompts
 from holdfast.rollout.rewards.rewards import Rewards
 
@@ -40,7 +40,7 @@ def evaluate_tasks(
     model: EvaluatedModel,
     tasks: Sequence[EvaluationTask],
     say: Callable[[str], None],
-    results: Results | None = None,
+    results: TaskResults | None = None,
 ) -> list[TaskResult]:
     """Return the result of each task, and keep the new ones. Raises UserError."""
     found = []
