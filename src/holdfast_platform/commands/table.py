@@ -11,4 +11,6 @@ COMMANDS = commands_of(
     cloud="show prices, choose a mix, write jobs for managed services",
     cluster="bring up a Ray or Slurm of your own on this machine",
     host="run programs of a controller on this machine",
+    registry="keep versions of a model, and promote the better ones",
+    serve="answer requests of the OpenAI protocol with one or two models",
 )
