@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -250,3 +251,71 @@ def test_kills_at_random_moments_leave_the_artefacts_as_they_are(
         digests = {name: result["digest"] for name, result in row["results"].items()}
         there = {name: result["digest"] for name, result in expected[stage]["results"].items()}
         assert digests == there, stage
+
+
+_ACCEPTED = {
+    "kubeflow": """
+from kfp.components import load_component_from_file
+found = load_component_from_file(FILE)
+tasks = found.pipeline_spec.root.dag.tasks
+needs = {name: sorted(task.dependent_tasks) for name, task in tasks.items()}
+mounts = found.platform_spec.platforms["kubernetes"].deployment_spec.executors
+assert set(mounts) == {"exec-" + name for name in tasks}, mounts
+retries = {task.retry_policy.max_retry_count for task in tasks.values()}
+""",
+    "airflow": """
+from airflow.dag_processing.dagbag import DagBag
+bag = DagBag(FILE)
+assert not bag.import_errors, bag.import_errors
+(dag,) = bag.dags.values()
+needs = {task.task_id.replace("_", "-"): sorted(task.upstream_task_ids) for task in dag.tasks}
+needs = {name: [other.replace("_", "-") for other in each] for name, each in needs.items()}
+retries = {task.retries for task in dag.tasks}
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", _ACCEPTED)
+def test_the_real_library_accepts_a_compiled_pipeline(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """HOLDFAST_KUBEFLOW_PYTHON and HOLDFAST_AIRFLOW_PYTHON name interpreters that have them."""
+    variable = f"HOLDFAST_{to.upper()}_PYTHON"
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no interpreter with the library")
+    file, out = write_pipeline(root, STAGES), tmp_path / "compiled.py"
+    more = ("--image", "img", "--claim", "runs:/work") if to == "kubeflow" else ()
+    here(capsys, "pipeline", "compile", file, "--to", to, "--out", out, *more).succeeds()
+    code = f"import json\nFILE = {str(out)!r}{_ACCEPTED[to]}print(json.dumps([needs, *retries]))"
+    done = subprocess.run(
+        [os.environ[variable], "-c", code],
+        env=os.environ | {"AIRFLOW_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    needs, retries = json.loads(done.stdout.strip().split("\n")[-1])
+    assert needs == {
+        "data": [],
+        "base": ["data"],
+        "model": ["base"],
+        "tune-data": ["model"],
+        "tuned": ["model", "tune-data"],
+        "final": ["tuned"],
+        "size": ["final"],
+    }
+    assert retries == 5
+
+
+def test_a_workflow_has_the_stages_in_order(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_pipeline(root, STAGES)
+    printed = here(capsys, "pipeline", "compile", file, "--to", "github").succeeds()
+    (job,) = yaml.safe_load(printed.out)["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "name" in step]
+    names = [command.split(" --only ")[1] for command in commands]
+    assert names == ["data", "base", "model", "tune_data", "tuned", "final", "size"]
+    here(capsys, "pipeline", "compile", file, "--to", "argo").refuses("'argo'", "airflow")
+    here(capsys, "pipeline", "compile", file, "--to", "kubeflow").refuses("--image")
+    given = ("--to", "airflow", "--claim", "a:/b")
+    here(capsys, "pipeline", "compile", file, *given).refuses("--claim", "--to airflow")

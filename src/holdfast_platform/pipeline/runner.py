@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from holdfast.errors import OverBudgetError, RunFolderError, UserError
+from holdfast_platform.pipeline.children import LEFT_CODES, Children, shell_code
 from holdfast_platform.pipeline.digests import Digests
 from holdfast_platform.pipeline.file import Pipeline, check_run_file, fill, references
 from holdfast_platform.pipeline.recipe import Result, changes, key_of, recipe_of
@@ -28,12 +27,10 @@ from holdfast_platform.pipeline.stages import (
     continues,
     result_path,
 )
-from holdfast_platform.pipeline.state import LOOK_S, Record, State, locked, note_holder, records_of
+from holdfast_platform.pipeline.state import LOOK_S, Record, State, locked, records_of
 
 DIGESTS = "digests.json"
 NOTED_S = 5.0  # between two notes of the time that a command has taken
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LEFT = (LEFT_CODE, *(128 + number for number in ENDING_SIGNALS))
 Say = Callable[[str], None]
 
 
@@ -55,8 +52,7 @@ class PipelineRunner:
 
     def __init__(self, pipeline: Pipeline, say: Say) -> None:
         self._pipeline, self._say = pipeline, say
-        self._asked = 0  # number of the signal that asks this process to end
-        self._child: subprocess.Popen[bytes] | None = None
+        self._children = Children()
         pipeline.folder.mkdir(parents=True, exist_ok=True)
         self._digests = Digests(pipeline.folder / DIGESTS)
         self._results: dict[tuple[str, str], Result] = {}
@@ -74,7 +70,7 @@ class PipelineRunner:
         UserError."""
         if only is not None:
             self._pipeline.stage(only)
-        with self._signals_forwarded():
+        with self._children.forward_signals():
             for stage in self._pipeline.stages:
                 outlook = self._look(stage)
                 if outlook.is_done:
@@ -86,7 +82,7 @@ class PipelineRunner:
                 self._take(outlook)
                 if only == stage.name:
                     break
-                if self._asked and stage is not self._pipeline.stages[-1]:
+                if self._children.asked and stage is not self._pipeline.stages[-1]:
                     self._say("asked to end; the same command continues")
                     return LEFT_CODE
         return 0
@@ -125,7 +121,7 @@ class PipelineRunner:
                 remedy=f"run that one first: --only {outlook.why.removeprefix('waits for ')}",
             )
         base = outlook.folder.parent
-        with locked(base, self._say, lambda: bool(self._asked)) as lock:
+        with locked(base, self._say, lambda: bool(self._children.asked)) as lock:
             if lock is None:
                 return LEFT_CODE
             outlook = self._look(stage)  # another process may have run it meanwhile
@@ -181,23 +177,13 @@ class PipelineRunner:
 
         words = fill(command_of(stage), place)
         try:
-            child = subprocess.Popen(
-                words,
-                cwd=self._pipeline.path.parent,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[lock.fileno()],  # held until the child ends, too
-                start_new_session=True,  # a signal to this group reaches it once, through us
-            )
+            child = self._children.start(words, lock, self._pipeline.path.absolute().parent)
         except OSError as error:
             raise RunFolderError(
                 f"stage {stage.name} cannot start {shlex.quote(words[0])} ({error.strerror})",
                 where=stage.where,
                 remedy="correct the first word of its command",
             ) from None
-        note_holder(lock, child.pid)
-        self._child = child
-        if self._asked:
-            child.send_signal(self._asked)
         begun = noted = time.monotonic()
         spent_before, is_over_budget = record.seconds, False
         while True:
@@ -211,13 +197,12 @@ class PipelineRunner:
                 if not is_over_budget and self._is_spent():
                     is_over_budget = True
                     child.terminate()
-        self._child = None
         record = replace(record, seconds=spent_before + time.monotonic() - begun)
-        code = 128 - code if code < 0 else code
+        code = shell_code(code)
         if is_over_budget and code:
             record.write(folder)
             self._refuse_spent()
-        return record, LEFT_CODE if self._asked and code in _LEFT else code
+        return record, LEFT_CODE if self._children.asked and code in LEFT_CODES else code
 
     def _spent_s(self) -> float:
         folders = (self._pipeline.folder / stage.name for stage in self._pipeline.stages)
@@ -236,25 +221,6 @@ class PipelineRunner:
                 where=str(self._pipeline.path),
                 remedy="raise max_hours; the same command then continues",
             )
-
-    @contextmanager
-    def _signals_forwarded(self) -> Iterator[None]:
-        """Give signals that end this process to the stage's command, which saves and leaves."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def forward(number: int, frame: object) -> None:
-            self._asked = number
-            if self._child is not None:
-                self._child.send_signal(number)
-
-        before = {number: signal.signal(number, forward) for number in ENDING_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _remove(path: Path) -> None:

@@ -86,7 +86,7 @@ def locked(
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as lock:
         has_said = False
-        while not _try_lock(lock):
+        while not try_lock(lock):
             if is_over():
                 yield None
                 return
@@ -99,17 +99,10 @@ def locked(
         yield lock
 
 
-def _try_lock(lock: TextIO) -> bool:
+def try_lock(lock: TextIO) -> bool:
+    """Take a lock unless another process has it; return True if it was taken."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
-
-
-def note_holder(lock: TextIO, pid: int) -> None:
-    """Write down which process holds the lock."""
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"process {pid}")
-    lock.flush()
