@@ -143,7 +143,7 @@ def _read_stage(name: str, entry: Any, where: str, base: Path) -> Stage:
             where=where,
             remedy="use small letters, digits, - and _, and another name than out",
         )
-    kind = entry.get("kind") if isinstance(entry, dict) else None
+    kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
     if kind not in KINDS:
         raise ConfigError(
             f"the kind of stage {name} is {kind!r}",

@@ -68,6 +68,12 @@ class Search:
     prune: Prune | None
     branch_at: int  # step until which all trials are one run; 0: they have nothing in common
     steps: int  # train.steps of a trial
+    has_own_data: bool  # no dataset is prepared for the runs
+
+    @property
+    def has_datasets(self) -> bool:
+        """Return True if trials differ in their data, and each needs a dataset of its own."""
+        return any(key.startswith("data.") for key in self.space)
 
     @property
     def identity(self) -> str:
@@ -98,7 +104,7 @@ def read_search(path: Path, folder: Path | None = None) -> Search:
     run = base / expand_path(str(value["run"]))
     fixed = dict(value.get("set") or {})
     space = {key: _values(key, entry, where) for key, entry in value["space"].items()}
-    steps = load_config(run, overrides_of(fixed)).config.train.steps
+    config = load_config(run, overrides_of(fixed)).config
     place = base / expand_path(str(value.get("folder") or f"searches/{name}"))
     prune = value.get("prune")
     if prune is not None:
@@ -117,7 +123,8 @@ def read_search(path: Path, folder: Path | None = None) -> Search:
         space,
         None if prune is None else Prune(**prune),
         _count(value, "branch_at", 0, 0, where),
-        steps,
+        config.train.steps,
+        config.has_own_data,
     )
     _check_keys(search, where)
     return search

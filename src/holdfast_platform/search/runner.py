@@ -26,6 +26,7 @@ from holdfast_platform.search.trial import (
     branch_words,
     evaluations,
     failure_of,
+    prepare_words,
     train_branch_words,
     train_words,
     trunk_words,
@@ -74,9 +75,10 @@ class SearchRunner:
         with self._stack, self._children.forward_signals(), lock_of as lock:
             if lock is None:
                 return LEFT_CODE
-            if self._search.branch_at and (code := self._train_trunk(lock)):
-                return code
             self._trials = {trial.number: trial for trial in self.trials()}
+            is_over = sum(trial.is_over for trial in self._trials.values()) == self._search.trials
+            if not is_over and (code := self._begin_together(lock)):
+                return code
             code = self._run_trials()
         if code == 0:
             self._report()
@@ -96,15 +98,23 @@ class SearchRunner:
     def _place(self, number: int) -> Path:
         return self._search.folder / f"trials/{number:04}"
 
-    def _train_trunk(self, lock: TextIO) -> int:
-        words = trunk_words(self._search, self._trunk)
-        self._say(f"training the {self._search.branch_at} steps that all trials have in common")
-        log = self._search.folder / "trunk.log"
-        child = self._children.start(words, lock, self._search.run.parent, log)
-        code = shell_code(child.wait())
-        if code:
-            self._say(f"the common steps ended with exit code {code}; see {log}")
-        return LEFT_CODE if self._children.asked and code in LEFT_CODES else code
+    def _begin_together(self, lock: TextIO) -> int:
+        """Do what all trials have in common; return the exit code."""
+        log = self._search.folder / "common.log"
+        commands = {"preparing the dataset of all trials": prepare_words(self._search)}
+        if self._search.branch_at:
+            what = f"training the {self._search.branch_at} steps that all trials have in common"
+            commands[what] = trunk_words(self._search, self._trunk)
+        for what, words in commands.items():
+            if not words:
+                continue
+            self._say(what)
+            child = self._children.start(words, lock, self._search.run.parent, log)
+            if code := shell_code(child.wait()):
+                self._say(f"{what} ended with exit code {code}; see {log}")
+                is_left = self._children.asked and code in LEFT_CODES
+                return LEFT_CODE if is_left else code
+        return 0
 
     @property
     def _trunk(self) -> Path:
@@ -118,8 +128,11 @@ class SearchRunner:
             for running in list(self._running.values()):
                 if code := self._look(running):
                     return self._end_all(code)
-            if not self._running:
-                return LEFT_CODE if self._children.asked else 0
+            are_over = [trial.is_over for trial in self._trials.values()]
+            if not self._running and self._children.asked:
+                return LEFT_CODE
+            if len(are_over) == self._search.trials and all(are_over):
+                return 0
             time.sleep(LOOK_S)
 
     def _seen(self, number: int) -> list[Trial] | None:

@@ -82,13 +82,13 @@ def evaluations(run: Path, metric: str) -> dict[int, float]:
         event = record.event
         if isinstance(event, Evaluated):
             known = {"loss": event.loss, "bits_per_byte": event.bits_per_byte, **event.metrics}
-            if known.get(metric) is None:
+            if (value := known.get(metric)) is None:
                 raise RunFolderError(
                     f"evaluations of this run have no {metric}",
                     where=str(run),
                     remedy=f"use one of {', '.join(k for k, v in known.items() if v is not None)}",
                 )
-            out[event.step] = float(known[metric])
+            out[event.step] = value
     return {step: value for step, value in out.items() if math.isfinite(value)}
 
 
@@ -103,9 +103,19 @@ def failure_of(run: Path) -> str:
     return last.reason if isinstance(last, RunFailed) and is_numeric else ""
 
 
+def prepare_words(search: Search) -> list[str]:
+    """Return the command that prepares the dataset of all trials; none if each has its own."""
+    if search.has_own_data or search.has_datasets:
+        return []
+    words = overrides_of(search.fixed)
+    return module_command("holdfast.cli.main", "data", "prepare", str(search.run), *words)
+
+
 def train_words(search: Search, run: Path, values: Mapping[str, Any]) -> list[str]:
     """Return the command that trains a run with these values of keys."""
     own = {**search.fixed, **values, "folder": str(run), "cluster.left_exit_code": LEFT_CODE}
+    if search.has_datasets:
+        own["data.folder"] = str(run.with_name("dataset"))
     return module_command("holdfast.cli.main", "train", str(search.run), *overrides_of(own))
 
 
