@@ -31,6 +31,7 @@ from holdfast_platform.pipeline.stages import (
     kind_of_set_key,
     overrides,
 )
+from holdfast_platform.search.file import read_search
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
@@ -113,7 +114,9 @@ def read_pipeline(path: Path) -> Pipeline:
     }
     for stage in stages.values():
         _check_references(stage, stages)
-    folder = base / expand_path(str(value.get("folder") or f"pipelines/{name}"))
+    folder = base / expand_path(
+        str(value.get("folder") or "pipelines/{name}").replace("{name}", name)
+    )
     hours = _max_hours(value.get("max_hours"), str(path))
     pipeline = Pipeline(
         path, name, Path(os.path.normpath(folder)), hours, _in_order(stages, places)
@@ -160,6 +163,9 @@ def _read_stage(name: str, entry: Any, where: str, base: Path) -> Stage:
             f"stage {name} has no {missing[0]}", where=where, remedy=f"write {missing[0]}: ..."
         )
     outputs = dict(row.makes)
+    if "search" in values:
+        values["search"] = str(base / expand_path(str(values["search"])))
+        read_search(Path(values["search"]))
     if kind == COMMAND:
         outputs = _check_command(name, values, where, base)
     elif "run" in values and "run" not in row.takes:

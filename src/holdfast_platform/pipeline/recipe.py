@@ -14,6 +14,7 @@ from holdfast.config.loading.paths import FREE_PATHS
 from holdfast_platform.pipeline.digests import Digests, text_digest
 from holdfast_platform.pipeline.file import fill, references
 from holdfast_platform.pipeline.stages import KINDS, OWN, Stage, overrides
+from holdfast_platform.search.file import overrides_of, read_search
 
 FORMAT = 1  # of recipes; another number makes each stage run again
 KEY_DIGITS = 16
@@ -46,10 +47,16 @@ def recipe_of(stage: Stage, results: Results, digests: Digests) -> dict[str, str
     out = {"kind": stage.kind, "format": str(FORMAT)}
     for other, result in references(stage.values):
         out[f"input {other}.{result}"] = results[other, result].digest
-    values = {k: v for k, v in stage.values.items() if k not in ("run", "inputs", "set", "from")}
+    places = ("run", "inputs", "set", "from", "search")
+    values = {key: value for key, value in stage.values.items() if key not in places}
     out |= {key: repr(fill(value, digest)) for key, value in values.items()}
     for path in stage.values.get("inputs", []):
         out[f"file {os.path.basename(path)}"] = digests.of_path(Path(path))
+    if "search" in stage.values:
+        search = read_search(Path(stage.values["search"]))
+        out["bytes of search"] = digests.of_path(search.path)
+        loaded = load_config(search.run, overrides_of(search.fixed))
+        out |= _of_run_file(stage, loaded, lambda path: False, digests)
     if "run" in stage.values and "run" not in KINDS[stage.kind].takes:
         words = fill(overrides(stage), lambda other, result: results[other, result].path)
         loaded = load_config(Path(stage.values["run"]), words)

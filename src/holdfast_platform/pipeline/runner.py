@@ -171,6 +171,8 @@ class PipelineRunner:
         self._refuse_spent()
 
         def place(other: str, result: str) -> str:
+            if other == OWN and not result:
+                return str(folder)
             if other == OWN:
                 return str(result_path(folder, result, Kind(stage.outputs[result])))
             return self._results[other, result].path

@@ -15,7 +15,7 @@ from holdfast.wire.child_command import module_command
 
 LEFT_CODE = 75  # EX_TEMPFAIL of sysexits.h: asked to leave, and the same command continues
 COMMAND = "command"  # the kind whose words the file has
-OWN = "out"  # `${out.NAME}`: a result of the stage itself
+OWN = "out"  # `${out.NAME}`: a result of the stage itself; `${out}`: the folder of all
 
 
 class Kind(StrEnum):
@@ -96,6 +96,10 @@ def _export(stage: Stage) -> list[str]:
     return ["export", stage.values["run"], "--to", "${out.model}", *_options(stage)]
 
 
+def _search(stage: Stage) -> list[str]:
+    return ["search", stage.values["search"], "--folder", "${out}"]
+
+
 def _options(stage: Stage) -> list[str]:
     out = []
     for key in KINDS[stage.kind].texts:
@@ -121,6 +125,14 @@ KINDS: Mapping[str, StageKind] = {
     "train": TRAINED,
     "tune": StageKind(
         TRAINED.keys, ("run", "from"), TRAINED.makes, TRAINED.takes, _train, continues=True
+    ),
+    "search": StageKind(
+        Border("search of a pipeline", frozenset(("kind", "search"))),
+        ("search",),
+        {"run": Kind.RUN, "report": Kind.REPORT},
+        {},
+        _search,
+        continues=True,
     ),
     "export": StageKind(
         Border("export of a pipeline", frozenset(("kind", "run", *_EXPORT))),

@@ -105,7 +105,9 @@ def read_search(path: Path, folder: Path | None = None) -> Search:
     fixed = dict(value.get("set") or {})
     space = {key: _values(key, entry, where) for key, entry in value["space"].items()}
     config = load_config(run, overrides_of(fixed)).config
-    place = base / expand_path(str(value.get("folder") or f"searches/{name}"))
+    place = base / expand_path(
+        str(value.get("folder") or "searches/{name}").replace("{name}", name)
+    )
     prune = value.get("prune")
     if prune is not None:
         PRUNE.check(prune, where, ConfigError, "write startup_trials and warmup_steps")
