@@ -104,6 +104,13 @@ def free_port() -> int:
         return port
 
 
+def answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), 1):
+        return True
+    return False
+
+
 class Federation:
     """The SuperLink and the SuperNodes, as processes."""
 
@@ -123,10 +130,12 @@ class Federation:
         words = ("--fleet-api-address", self.fleet, "--control-api-address", self.control)
         more = ("--port", str(free_port()), "--disable-runtime-dependency-installation")
         self.link = self._start("flower-superlink", "superlink", *words, *more)
+        for address in (self.fleet, self.control):
+            wait_for("the SuperLink", lambda address=address: answers(address))
 
     def _start(self, program: str, name: str, *words: str) -> subprocess.Popen[bytes]:
         with (self.work / f"{name}.log").open("ab") as out:
-            command = [str(Path(sys.executable).parent / program), "--insecure", *words]
+            command = [str(self.programs / program), "--insecure", *words]
             return subprocess.Popen(command, env=self.environ, stdout=out, stderr=out)
 
     def join(self, site: str) -> None:
@@ -145,7 +154,7 @@ class Federation:
     def submit(self) -> None:
         app = self.work / "app"
         shutil.copytree(HERE, app, ignore=shutil.ignore_patterns("__pycache__", "run.py"))
-        command = [str(Path(sys.executable).parent / "flwr"), "run", str(app), "here"]
+        command = [str(self.programs / "flwr"), "run", str(app), "here"]
         config = ["--run-config", f'work="{self.work}"']
         subprocess.run([*command, *config], env=self.environ, check=True)
 

@@ -27,14 +27,11 @@ def train(run_file: Path, folder: Path, **keys: Any) -> int:
     given = {"folder": str(folder / "run"), **{k.replace("__", "."): v for k, v in keys.items()}}
     words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     log = folder / "log"
-    for lost in range(STARTS):
-        code = holdfast("train", run_file, *words, log=log)
-        if code == 0:
-            break
-        if code in (2, 4):
-            raise SystemExit(f"the training is refused; see {log}")
-    else:
-        raise SystemExit(f"the training is lost again and again; see {log}")
+    lost = 0
+    while code := holdfast("train", run_file, *words, log=log):
+        lost += 1
+        if code in (2, 4) or lost == STARTS:
+            raise SystemExit(f"the training ended with exit code {code}; see {log}")
     if not (folder / "model").exists() and holdfast(
         "export", folder / "run", "--to", folder / "model", log=log
     ):

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+import holdfast
 from holdfast_platform.search.file import KEYS, PRUNE, RANGE, read_search
 from holdfast_platform.search.trial import State, Trial
 from tests.support.borders import unknown_entries
@@ -193,16 +194,23 @@ def test_killed_workers_leave_the_best_trial_as_it_is(
 def test_trials_branch_where_only_later_steps_differ(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A branch gives what a run from the start gives that changes the key at the same step."""
+    """The trunk is trained once. A trial with the trunk's own value computes what a run without a
+    branch computes, bit for bit."""
     pytest.importorskip("optuna", reason="pip install 'holdfast[search]'")
-    file = write_search(root, **BRANCH, trials=2, parallel=1)
+    keys = {"sampler": "random", "trials": 4, "parallel": 1, "prune": None}
+    file = write_search(root, **{**BRANCH, "space": {RATE: [3e-3, 1e-2]}}, **keys)
     apart("search", file, deadline=DEADLINE_S).succeeds()
     trials = found_trials(capsys, file)
     assert {trial["state"] for trial in trials} == {"complete"}
     folder = root / "searches/search"
     for trial in trials:
-        own = here(capsys, "report", folder / f"trials/{trial['trial']:04}/run", "--json")
-        summary = json.loads(own.succeeds().out)
-        assert summary["steps"] == 6, summary
-    apart("search", file, deadline=DEADLINE_S).succeeds()
-    assert found_trials(capsys, file) == trials
+        records = holdfast.journal(folder / f"trials/{trial['trial']:04}/run")
+        assert records[0]["kind"] == "run_branched", records[0]
+        assert min(r["step"] for r in records if r["kind"] == "step_done") == 4
+    by_rate = {trial["parameters"][RATE]: trial["value"] for trial in trials}
+    assert len(set(by_rate.values())) == len(by_rate) == 2
+
+    words = ("layout.workers=1", f"folder={root / 'alone'}")
+    apart("train", root / "run.yaml", *words, deadline=DEADLINE_S).succeeds()
+    alone = [r for r in holdfast.journal(root / "alone") if r["kind"] == "evaluated"]
+    assert alone[-1]["loss"] == by_rate[3e-3]
