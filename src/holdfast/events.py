@@ -271,6 +271,18 @@ class Evaluated(Event, kind="evaluated", absent_if_empty={"metrics"}):
     metrics: dict[str, float] = field(default_factory=dict)  # as in `StepDone`
 
 
+class TaskEvaluated(Event, kind="task_evaluated", absent_if_empty={"metrics"}):
+    """The checkpoint of `step` has a result of a task. Written at any time, even after the run."""
+
+    task: str
+    metric: str  # that `score` is of: exact_match, accuracy, nats_per_token, ...
+    score: float
+    items: int  # rows of the task
+    higher_is_better: bool
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # further numbers, by name
+
+
 class NonFinite(Event, kind="non_finite"):
     """A loss or a gradient of step `step` is NaN or infinite: nothing of it is applied."""
 

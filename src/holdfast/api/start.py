@@ -15,7 +15,7 @@ from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import OverBudgetError
 from holdfast.launch import local
 from holdfast.launch.node.addresses import refuse_foreign_address
-from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.node.trackers import refuse_bad_tasks, refuse_missing_trackers
 from holdfast.launch.ranks.launchers import LauncherPlace
 from holdfast.launch.ranks.local_ranks import as_one_node
 from holdfast.launch.ranks.roll_call import call_roll
@@ -92,6 +92,7 @@ def start(
         with crash_log_in(folder):
             watch = HolderWatch(folder, say)
             refuse_missing_trackers(loaded)
+            refuse_bad_tasks(loaded)
             refuse_foreign_address(loaded.config.cluster)
             started = Start(loaded, facts, folder, watch, SCREEN, fresh, yes)
             begun = begin_run(started)

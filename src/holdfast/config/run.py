@@ -20,6 +20,7 @@ from holdfast.config.sections.degrees import (
     find_impossible_degrees,
     find_impossible_float8,
 )
+from holdfast.config.sections.evaluate import EvaluateTasksConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
@@ -63,6 +64,7 @@ class RunConfig(Section):
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
+    evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
 
     @field_validator("device", mode="before")
     @classmethod

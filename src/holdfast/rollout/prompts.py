@@ -77,8 +77,10 @@ class Prompts(Sequence[Prompt]):
         return iter(self._rows)
 
 
-def read_prompts(entries: Sequence[PromptsConfig], data: DataConfig) -> Prompts:
-    """Read and tokenise all prompts. data: names tokenizer and chat template.
+def read_prompts(
+    entries: Sequence[PromptsConfig], data: DataConfig, key: str = "rollout.prompts"
+) -> Prompts:
+    """Read and tokenise all prompts. data: names tokenizer and chat template. key: of `entries`.
 
     Raises DataError for a file, a row or a template that does not fit."""
     if data.tokenizer.place is None:
@@ -90,7 +92,7 @@ def read_prompts(entries: Sequence[PromptsConfig], data: DataConfig) -> Prompts:
     rows: list[Prompt] = []
     for number, entry in enumerate(entries):
         reader = _Reader(entry, data, len(rows))
-        rows += reader.read_all(f"rollout.prompts.{number}")
+        rows += reader.read_all(f"{key}.{number}")
     return Prompts(rows)
 
 

@@ -13,4 +13,6 @@ COMMANDS = commands_of(
     host="run programs of a controller on this machine",
     search="try values of a run file's keys with Optuna, and name the best",
     pipeline="run stages from data to an exported model, each once for its inputs",
+    registry="keep versions of a model, and promote the better ones",
+    serve="answer requests of the OpenAI protocol with one or two models",
 )
