@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from holdfast.cli.table import commands_of
 
+_ROOM = "holdfast_platform.commands"
 COMMANDS = commands_of(
-    "holdfast_platform.commands",
+    _ROOM,
     "Platform",
     broker="launch runs for a platform with the Open Service Broker API",
     cloud="show prices, choose a mix, write jobs for managed services",
     cluster="bring up a Ray or Slurm of your own on this machine",
     host="run programs of a controller on this machine",
+) + commands_of(
+    _ROOM, "Data and models", audit="recompute steps of a run, and keep its model's signed record"
 )
