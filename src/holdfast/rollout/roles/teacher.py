@@ -2,7 +2,7 @@
 
 A trainer keeps the teacher, and reads the completions of its own rows while it builds a batch. A
 completion is read alone, in a row of `data.sequence_length`, with the threads of one decoding step.
-So the likeliest tokens are a function of teacher, prompt and completion, whoever reads them.
+So the likeliest tokens are a function of teacher, prompt and completion.
 """
 
 from __future__ import annotations
