@@ -112,7 +112,7 @@ class ObjectiveConfig(Section):
 
     kind: Never[Kind] = "next_token"
     """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; distill, from a
-    teacher's likeliest tokens (with rollout: after the student's own). Policy gradients: grpo, rloo,
+    teacher's likeliest tokens, with rollout after the student's own. Policy gradients: grpo, rloo,
     ppo"""
     beta: Branch[float | None] = Field(None, ge=0)
     """dpo, ipo, kto: strength of the pull to the reference (0.1). simpo: scale of rewards (2.0).

@@ -34,15 +34,11 @@ class Teacher:
     @staticmethod
     def open(config: RunConfig, device: torch.device) -> Teacher:
         """Load the teacher of a run, in the precision of its passes. Raises ModelFolderError."""
-        objective = config.objective
-        folder, dtype = (
-            Path(objective.reference.model),
-            Precision.of(config.train.precision).compute,
-        )
+        objective, reference = config.objective, config.objective.reference
+        folder, dtype = Path(reference.model), Precision.of(config.train.precision).compute
         model = read_folder_model(folder)
-        tensors = open_weights(
-            model, folder, objective.reference.checksum, "objective.reference.model"
-        )
+        key = "objective.reference.model"
+        tensors = open_weights(model, folder, reference.checksum, key)
         with torch.device("meta"):
             decoder = Decoder(model)
         state = {name: value.to(device, dtype, copy=True) for name, value in tensors.items()}
