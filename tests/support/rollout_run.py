@@ -57,7 +57,10 @@ DEADLINE_S = 900.0
 def write_run_file(folder: Path) -> Path:
     """Write prompts, tokenizer, reward and run file; return the last."""
     pairs = [(a, b) for a in range(5) for b in range(4)]
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "size": ("small", "big")[a > 2]}
+        for a, b in pairs
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tokenizer.json").write_text(train_tokenizer([row["prompt"] for row in rows], 257))
     (folder / "reward.py").write_text(REWARD)

@@ -24,11 +24,19 @@ RUNS = int(os.environ.get("ROLLOUT_RUNS", "20"))
 """Runs that are killed once, at a random moment."""
 
 
+OBJECTIVES = {
+    0: ("objective.beta=0.1", "rollout.source_column=size"),
+    1: ("objective.kind=rloo", "objective.beta=0.1", "objective.entropy_coef=0.01"),
+    2: ("objective.kind=ppo", "model.score_head=also", "objective.whiten_advantages=true"),
+}
+"""By lag: what reads completions with a reference or a head of values, or all rows of a step."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_kills_of_all_roles_change_no_bit(tmp_path: Path, lag: int) -> None:
     steps = 2 * KILLS
-    settings = (f"rollout.lag={lag}", f"train.steps={steps}")
+    settings = (f"rollout.lag={lag}", f"train.steps={steps}", *OBJECTIVES[lag])
     run_file = write_run_file(tmp_path)
     alone = RolloutRun(run_file, tmp_path / "alone", settings)
     alone.finish()

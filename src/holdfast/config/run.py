@@ -20,6 +20,7 @@ from holdfast.config.sections.degrees import (
     find_impossible_degrees,
     find_impossible_float8,
 )
+from holdfast.config.sections.evaluate import EvaluateTasksConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
@@ -63,6 +64,7 @@ class RunConfig(Section):
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
+    evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
 
     @field_validator("device", mode="before")
     @classmethod
@@ -190,12 +192,16 @@ class RunConfig(Section):
             )
         elif not rollout.rewards:
             yield "rollout.prompts without rollout.rewards gives nothing to learn: use at least one"
-        elif self.objective.number("beta") and not (
-            self.lora.rank and self.objective.kind != "rloo"
-        ):
+        elif rollout.server.url and self.objective.kind == "rloo" and self.objective.beta:
             yield (
-                f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
-                "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
+                f"objective.beta {self.objective.beta} changes the rewards of rloo, for which "
+                "actors read each completion, and rollout.server reads none: use beta 0, or "
+                "objective.kind: grpo"
+            )
+        elif rollout.server.url and self.objective.whiten_advantages:
+            yield (
+                "objective.whiten_advantages needs the values of each completion, and "
+                "rollout.server has none: use whiten_advantages: false"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
@@ -223,6 +229,13 @@ class RunConfig(Section):
                 "rollout.prompts makes rows with room after their end, which must not see each "
                 "other: use data.attention: document"
             )
+
+    @property
+    def has_read_reference(self) -> bool:
+        """Whether actors read completions with the reference. With adapters, trainers do so, but
+        for rloo, whose rewards have the KL."""
+        reads = self.rollout.is_on and self.objective.reads_reference
+        return reads and (not self.lora.rank or self.objective.kind == "rloo")
 
     @property
     def has_own_data(self) -> bool:

@@ -15,11 +15,11 @@ from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.model_from import refuse_other_shape
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.core.format.hf_names import huggingface_map
+from holdfast.core.format.hf_names import NameMap, huggingface_map
 from holdfast.core.format.stored_weights import check_weights
 from holdfast.core.sharding.parameters import count_parameters
 from holdfast.data.read.files import canonical_json, checksum
-from holdfast.data.read.vocabulary import describe_difference
+from holdfast.data.read.vocabulary import describe_difference, tokenizer_file
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.reference import (
     MANIFEST,
@@ -89,6 +89,36 @@ def check_reference_model(
             remedy="leave the key out",
         )
     return {**values, f"{KEY}.key": (key, why)}
+
+
+def check_rollout_reference(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+    """Return the checksum of the reference that actors read completions with. Raises UserError.
+
+    stored: values of the run that continues; none for a new one."""
+    config = loaded.config
+    if not config.has_read_reference or config.lora.rank:
+        return {}
+    if named := config.objective.reference.model:
+        before = stored.get("objective", {}).get("reference", {})
+        theirs, ours = (
+            Path(named, "tokenizer.json"),
+            tokenizer_file(str(config.data.tokenizer.place)),
+        )
+        if theirs.is_file() and (difference := describe_difference(theirs, ours)):
+            raise ConfigError(
+                f"the reference has another tokenizer than the prompts: {difference}",
+                where=loaded.where(f"{KEY}.model"),
+                remedy="use a reference that was trained with data.tokenizer.path",
+            )
+        return _named_values(loaded, Path(named), before.get("checksum", ""))
+    if config.model.weights_checksum == IMPORTED:
+        raise ConfigError(
+            f"objective.beta {config.objective.beta} pulls to the weights that the run begins "
+            "with, and those of an imported checkpoint lie in no folder",
+            where=loaded.where("objective.beta"),
+            remedy=f"set {KEY}.model to a folder in Hugging Face form",
+        )
+    return {}
 
 
 def _origin(config: RunConfig, dataset: Dataset, weights: str) -> ReferenceOrigin:
@@ -167,8 +197,7 @@ def _teacher_weights(
     if before is None:
         return {}, found
     expected, names = before.get("checksum", ""), huggingface_map(found)
-    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
-    return {key: values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}, found
+    return _folder_values(folder, expected, names), found
 
 
 def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedValues:
@@ -178,7 +207,14 @@ def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedVal
     refuse_other_shape(config.model, read_folder_model(folder), folder, loaded.where(key))
     names = huggingface_map(config.model)
     expected = config.objective.reference.checksum or stored
-    return folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    return _folder_values(folder, expected, names)
+
+
+def _folder_values(folder: Path, expected: str, names: NameMap) -> PlannedValues:
+    """The place of a reference and its checksum, which must be `expected` if that is known."""
+    key = f"{KEY}.model"
+    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    return {key: values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}
 
 
 def _first_commit(run_folder: Path) -> str:

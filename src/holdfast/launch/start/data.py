@@ -29,6 +29,7 @@ from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.reference_run import (
     check_reference_model,
+    check_rollout_reference,
     completions_teacher_values,
     describe_reference,
     refuse_other_rows,
@@ -213,6 +214,7 @@ def prepare_run_data(
             screen.say(line)
         if loaded.config.lora.rank:
             loaded = with_planned(loaded, check_base(loaded, facts.stored_config))
+        loaded = with_planned(loaded, check_rollout_reference(loaded, facts.stored_config))
     elif not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:

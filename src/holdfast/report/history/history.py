@@ -31,6 +31,7 @@ from holdfast.events import (
     RunStopped,
     SaveInterval,
     StepDone,
+    TaskEvaluated,
 )
 from holdfast.report.ledger.exchanges import ExchangeBook, ExchangeSeconds
 from holdfast.report.ledger.experts import ExpertLoad, RankLoads
@@ -179,6 +180,7 @@ class History:
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
     completions: tuple[CompletionsShown, ...] = ()  # examples, by step
+    tasks: tuple[TaskEvaluated, ...] = ()  # by task and step
 
     @property
     def metrics(self) -> tuple[MetricSummary, ...]:
@@ -329,6 +331,7 @@ class _HistoryBuilder:
     experts: ExpertLoad = field(default_factory=ExpertLoad)
     plan: PlanBook = field(default_factory=PlanBook)
     completions: dict[int, CompletionsShown] = field(default_factory=dict)  # by step
+    tasks: dict[tuple[str, int], TaskEvaluated] = field(default_factory=dict)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -379,6 +382,8 @@ class _HistoryBuilder:
                 self.branch = event
             if isinstance(event, CompletionsShown):
                 self.completions[event.step] = event
+            if isinstance(event, TaskEvaluated) and counts:
+                self.tasks[event.task, event.step] = event
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -496,4 +501,5 @@ class _HistoryBuilder:
             exchanges=self.exchanges.rows(),
             morphs=self.plan.morphs(),
             completions=tuple(self.completions[s] for s in sorted(self.completions)),
+            tasks=tuple(self.tasks[key] for key in sorted(self.tasks)),
         )

@@ -121,6 +121,9 @@ def render_page(
         note = "Of a median step of worker 0. Exposed: the passes waited. The rest is hidden."
         parts.append(_card("Exchanges between workers", note, tables.exchanges_table(history)))
     parts += _records(history)
+    if history.tasks:
+        note = "Scores of checkpoints (holdfast evaluate, evaluate.tasks), the newest first."
+        parts.append(_card("Tasks", note, tables.tasks_table(history)))
     parts += _completions(history.completions)
     parts += _samples(samples)
     parts += _configuration(history, resolved)

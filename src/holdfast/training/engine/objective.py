@@ -180,9 +180,11 @@ class NextTokenObjective(nn.Module):
             hidden = hidden if self.temperature == 1.0 else hidden / self.temperature
             logps, *more = self._log_probabilities(hidden, targets, objective.needs_entropy)
             given |= dict(zip(("entropies",), more, strict=False))
+        leaves = [logps] * has_words
+        if has_words and objective.trains_entropy:
+            leaves.append(given["entropies"])
         missing = objective.needs - given.keys()
         given |= {name: torch.zeros_like(logps) for name in missing}  # if it is skipped
-        leaves = [logps] * has_words
         if values is not None:
             given["values"] = values.detach()
             leaves.append(given["values"])
@@ -198,12 +200,52 @@ class NextTokenObjective(nn.Module):
             return said
         slopes = list(torch.autograd.grad(found.total, leaves, materialize_grads=True))
         carrier = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        if has_words:
+        if has_words and objective.trains_entropy:
+            counts = -slopes.pop(0).flatten(), slopes.pop(0).flatten()
+            carrier = self._with_entropy(hidden, targets.flatten(), *counts)
+        elif has_words:
             carrier = self._cross_entropy(hidden, targets.flatten(), -slopes.pop(0).flatten())
         if values is not None:
             carrier = carrier + (values * slopes.pop()).sum(dtype=torch.float64)
         out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
         return out
+
+    def _with_entropy(
+        self, hidden: Tensor, ids: Tensor, scale: Tensor, of_entropy: Tensor
+    ) -> Tensor:
+        """Return a scalar with the gradient of the cross entropy and of the entropy of each
+        target's distribution. hidden: [B, S, D]; ids, and what each of the two counts: [B * S]"""
+        part = None if self.tensor is None else self.tensor.softmax
+        of_losses = self._loss_and_gradient if part is None else part.losses_and_gradient
+        of_entropies = _entropy_gradient if part is None else part.entropy_gradient
+
+        def slope(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            bonus = of_entropies(logits) * of_entropy[at, None]  # before `logits` may be reused
+            losses, g = of_losses(logits, ids[at])
+            return losses, (bonus + g * scale[at, None]).to(logits.dtype)
+
+        def losses(logits: Tensor, at: Tensor) -> Tensor:
+            raise NotImplementedError("a loss without a gradient has no second pass")
+
+        return self._carry(hidden, losses, slope)
+
+    def _carry(self, hidden: Tensor, losses: Losses, slope: LossAndGradient) -> Tensor:
+        """Return the sum of losses, float64, whose gradient is found with them. The functions get
+        logits [c, V] and the places [c] of their targets in the microbatch."""
+        model, tensor, weight = self.decoder.config, self.tensor, self.decoder.head_weight
+        cap, kind = model.logit_softcap, device_kind(hidden.device.type)
+        head = _Head(
+            needs_gradients=torch.is_grad_enabled() and hidden.requires_grad,
+            trains_weight=weight.requires_grad,
+            rows=model.vocab_size if tensor is None else tensor.softmax.part.rows,
+            chunk=kind.chunk_tokens(model.vocab_size, self._chunk),
+            losses=_softcapped_losses(losses, cap) if cap else losses,
+            slope=_softcapped_slope(slope, cap) if cap else slope,
+        )
+        flat = hidden.flatten(0, 1)
+        places = torch.arange(len(flat), device=flat.device)
+        total: Tensor = _LinearCrossEntropy.apply(flat, weight, places, None, head)  # type: ignore[no-untyped-call]
+        return total
 
     def _loss_of_logits(
         self,
@@ -235,19 +277,8 @@ class NextTokenObjective(nn.Module):
                 (gradient,) = torch.autograd.grad(found.sum(), leaf)
             return found.detach(), gradient
 
-        model, wide = self.decoder.config, _wide_dtype(hidden.dtype)
-        cap = model.logit_softcap
-        head = _Head(
-            needs_gradients=torch.is_grad_enabled() and hidden.requires_grad,
-            trains_weight=self.decoder.head_weight.requires_grad,
-            rows=model.vocab_size,
-            chunk=device_kind(hidden.device.type).chunk_tokens(model.vocab_size, self._chunk),
-            losses=_softcapped_losses(losses, cap) if cap else losses,
-            slope=_softcapped_slope(slope, cap) if cap else slope,
-        )
-        places = torch.arange(len(flat), device=flat.device)
-        rows = hidden.flatten(0, 1), self.decoder.head_weight, places
-        total: Tensor = _LinearCrossEntropy.apply(*rows, None, head)  # type: ignore[no-untyped-call]
+        wide = _wide_dtype(hidden.dtype)
+        total = self._carry(hidden, losses, slope)
         count = (flat != IGNORED_TARGET).sum(dtype=torch.float64)
         nothing = torch.zeros_like(count), torch.zeros_like(count)
         sums = dict.fromkeys(objective.names, nothing)
@@ -510,6 +541,14 @@ def _entropies(logits: Tensor) -> Tensor:
     """logits: [c, V] -> [c], in nats"""
     log_p = _log_softmax(logits)
     return -log_p.exp().mul_(log_p).sum(-1)
+
+
+def _entropy_gradient(logits: Tensor) -> Tensor:
+    """d entropy / d logits.  [c, V] -> [c, V], in at least float32"""
+    log_p = _log_softmax(logits)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1, keepdim=True)
+    return p.mul_(log_p.add_(entropy)).neg_()
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:

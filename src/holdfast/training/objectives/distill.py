@@ -45,6 +45,7 @@ class Distill:
     names: tuple[str, ...] = (*parts, *OF_ROWS)
     needs: Set[str] = frozenset({IDS, LOGPS})
     needs_entropy = False
+    trains_entropy = False
 
     def __init__(self, config: ObjectiveConfig, combine: Combine = identity) -> None:
         self._alpha, self._beta = config.number("alpha"), config.number("beta")
