@@ -9,7 +9,7 @@ import queue
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -133,7 +133,7 @@ class CompletionApplication:
         self._models, self.arms, self._say, self._key = models, arms, say, key
         self._on_prompt, self._numbers = on_prompt, count()
         self._replies: OrderedDict[str, Arm] = OrderedDict()  # by id
-        self._posts = {
+        self._posts: dict[bytes, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             b"/v1/completions": partial(self._complete, False),
             b"/v1/chat/completions": partial(self._complete, True),
             b"/v1/ratings": self._rate,
@@ -231,7 +231,7 @@ class CompletionApplication:
         }
 
     async def _rate(self, value: dict[str, Any]) -> dict[str, Any]:
-        name, rating = value.get("id"), value.get("rating")
+        name, rating = str(value.get("id")), value.get("rating")
         if name not in self._replies:
             raise ValueError(f"there is no reply {name!r} that is not rated")
         if isinstance(rating, bool) or not isinstance(rating, int | float) or not 0 <= rating <= 1:
