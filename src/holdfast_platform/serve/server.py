@@ -177,9 +177,7 @@ class CompletionApplication:
 
     async def _complete(self, is_chat: bool, asked: dict[str, Any]) -> dict[str, Any]:
         REQUEST.check(asked, "request", UserError, "leave it out, or serve with vLLM")
-        named = asked.get("model")
-        own = {arm.name: arm for arm in (self.arms.first, self.arms.second) if arm is not None}
-        arm = own[named] if named in own and named != self.arms.first.name else self.arms.deal()
+        arm = self._arm(asked.get("model"))
         served, number = self._models[arm.name], next(self._numbers)
         texts, stops = served.model.texts, asked.get("stop") or []
         prompt = asked["messages"] if is_chat else asked["prompt"]
@@ -229,6 +227,17 @@ class CompletionApplication:
             "choices": [{"index": 0, **said, "finish_reason": finish}],
             "usage": usage | {"total_tokens": sum(usage.values())},
         }
+
+    def _arm(self, named: str | None) -> Arm:
+        """Return the model that answers. Raises UserError for a name that none has."""
+        first, second = self.arms.first, self.arms.second
+        if named is None or named == first.name:
+            return self.arms.deal()
+        if second is None or named != second.name or self.arms.stopped:
+            why = self.arms.stopped and f": {self.arms.stopped}"
+            remedy = f"use {first.name}{why}"
+            raise UserError(f"no model {named!r} is served", where="model", remedy=remedy)
+        return second
 
     async def _rate(self, value: dict[str, Any]) -> dict[str, Any]:
         name, rating = str(value.get("id")), value.get("rating")

@@ -122,6 +122,7 @@ def test_replies_are_those_of_generate(
     [
         ("completions", {"prompt": "a", "stream": True}, 400, "stream"),
         ("completions", {"prompt": "a", "n": 2}, 400, "n 2"),
+        ("completions", {"prompt": "a", "model": "gpt"}, 400, "use run"),
         ("completions", {"prompt": "a", "tempature": 1}, 400, "did you mean temperature"),
         ("completions", {"prompt": "a", "max_tokens": 99999}, 400, "99999"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 400, "chat data"),
@@ -155,6 +156,8 @@ def test_a_canary_that_is_rated_lower_stops_by_itself_and_drift_is_written(
         for _ in range(50)
     }
     assert after == {"run"}
+    pinned = call(f"{url}/completions", {"prompt": "a b", "model": "model"})
+    assert pinned[0] == 400
     wait_until(lambda: (root / "ran").exists() and (root / "ran").read_text(), seconds=60)
     found = json.loads(finding.read_text())
     assert found["prompts"] < 400
