@@ -39,8 +39,8 @@ _SPLITS = {
     r"|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
 }
 """Expression of a tokenizer.json -> llama.cpp's name of it."""
-_CONFIG = Border(
-    "config.json of an exported folder",
+GGUF_CONFIG = Border(
+    "config.json of a folder that becomes GGUF",
     frozenset(
         (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -74,7 +74,7 @@ def write_gguf(folder: Path, to: Path, dtype: str | None) -> None:
     no exact counterpart. dtype: float16 for matrices of 16 bits."""
     config = parse_json((folder / "config.json").read_text("utf-8"))
     remedy = "export it with --format hf"
-    _CONFIG.check(config, str(folder), ModelFolderError, remedy)
+    GGUF_CONFIG.check(config, str(folder), ModelFolderError, remedy)
     gguf: Any = import_module("gguf")
     temporary = temporary_beside(to)
     writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
@@ -145,7 +145,7 @@ def _add_tokenizer(writer: Any, kinds: Any, folder: Path, config: Mapping[str, A
         raise ModelFolderError(
             "its tokenizer has no known counterpart in llama.cpp",
             where=str(path),
-            remedy="convert the folder with llama.cpp's convert_hf_to_gguf.py",
+            remedy="convert the folder with the script of that program",
         )
     tokens = {number: (text, kinds.NORMAL) for text, number in model["vocab"].items()}
     for token in value["added_tokens"]:

@@ -62,23 +62,15 @@ class ServedModel:
     """A model with a thread that generates for all its requests."""
 
     def __init__(self, name: str, model: EvaluatedModel, slots: int):
-        import torch
-
-        from holdfast.model.decoder import Decoder
-        from holdfast.rollout.decode.policy import PolicyDecoder
-
-        decoder = model.texts.model
-        if not isinstance(decoder, Decoder):
+        self.name, self.model, self.limit = name, model, min(model.limit, MAX_LENGTH)
+        decoder = model.decoder(slots, self.limit)
+        if decoder is None:
             raise ConfigError(
                 "only models of the built-in decoder are served",
                 where=name,
                 remedy="export the run, and serve the folder with vLLM",
             )
-        self.name, self.model, self.limit = name, model, min(model.limit, MAX_LENGTH)
-        self._decoder = PolicyDecoder(
-            decoder.config, torch.device("cpu"), slots=slots, max_length=self.limit
-        )
-        self._decoder.load(dict(decoder.named_parameters()))
+        self._decoder = decoder
         self._queue: queue.SimpleQueue[tuple[CompletionRequest, int, Future[Completion]]]
         self._queue = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"serve {name}", daemon=True).start()

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from holdfast_platform.serve.arms import Arms, Drift
+from holdfast_platform.serve.server import REQUEST
+from tests.support.borders import unknown_entries
 from tests.support.commands import WORDS, here, start, within, write_run_file
 from tests.support.ranks import wait_until
 
@@ -136,6 +138,13 @@ def test_what_the_server_does_not_do_is_named(
     code, answer = call(f"{served[0]}/{path}", body)
     assert code == status, answer
     assert said in answer["error"]["message"]
+
+
+def test_fields_that_no_list_has_are_refused(served: tuple[str, Path]) -> None:
+    for name, value in unknown_entries(REQUEST).items():
+        code, answer = call(f"{served[0]}/completions", {"prompt": "a", name: value})
+        assert code == 400
+        assert name in answer["error"]["message"]
 
 
 def test_a_canary_that_is_rated_lower_stops_by_itself_and_drift_is_written(

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.errors import ModelFolderError
+from holdfast.export.gguf import GGUF_CONFIG, write_gguf
+from tests.support.borders import unknown_entries
 from tests.support.commands import WORDS, within, write_run_file
 
-pytestmark = pytest.mark.slow
+
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    plain = {"model_type": "llama", "hidden_act": "silu"}
+    odd = unknown_entries(GGUF_CONFIG) | {"model_type": "qwen3", "hidden_act": "gelu"}
+    for name, value in odd.items():
+        (tmp_path / "config.json").write_text(json.dumps(plain | {name: value}))
+        with pytest.raises(ModelFolderError, match=name):
+            write_gguf(tmp_path, tmp_path / "model.gguf", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_cpp_answers_greedily_with_the_same_text(tmp_path: Path, tied: bool) -> None:
     pytest.importorskip("gguf", reason="needs the extra gguf")
