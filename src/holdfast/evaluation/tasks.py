@@ -73,7 +73,7 @@ class TaskRows:
         self._is_text = task.text in first and task.prompt not in first
         self._has_choices = task.choices in first and not self._is_text
         entry = task.model_copy(update={"prompt": task.text}) if self._is_text else task
-        all_rows = read_prompts([entry], model.texts.data, self._where)
+        all_rows = read_prompts([entry], model.texts.data, key=self._where)
         self._rows: Prompts = Prompts(list(all_rows)[: task.limit or len(all_rows)])
         if not self._is_text and (odd := next((p for p in self._rows if not p.answer), None)):
             raise DataError(
