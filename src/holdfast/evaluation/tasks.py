@@ -176,7 +176,7 @@ class TaskRows:
         ids = [prompt.ids for prompt in self._rows]
         with Rewards([rule]) as rewards:
             for number, tokens in self._model.replies(ids, task.max_tokens):
-                text = self._model.text_of(tokens)
+                text = str(self._model.texts.tokenizer.decode(tokens))  # as scorers of a run do
                 (value,) = rewards.rate(self._rows[number], text, tokens)
                 items[number] = _Item(value, reply=text)
         return [items[number] for number in range(len(items))]
