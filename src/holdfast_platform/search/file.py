@@ -13,7 +13,7 @@ from holdfast.borders import Border
 from holdfast.config.loading.fields import change_of
 from holdfast.config.loading.load import load_config, read_text
 from holdfast.config.loading.paths import expand_path
-from holdfast.config.loading.yaml_tree import parse_file
+from holdfast.config.loading.yaml_tree import is_plain, parse_file
 from holdfast.config.sections.base import Change
 from holdfast.errors import ConfigError, use_one_of
 
@@ -83,7 +83,11 @@ class Search:
 
 
 def overrides_of(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    """Return `key=value` words for keys of a run file."""
+    return [
+        f"{key}={value if isinstance(value, str) and is_plain(value) else json.dumps(value)}"
+        for key, value in values.items()
+    ]
 
 
 def read_search(path: Path, folder: Path | None = None) -> Search:
