@@ -64,7 +64,7 @@ def recipe_of(stage: Stage, results: Results, digests: Digests) -> dict[str, str
                 out[f"{key} {name}"] = digests.of_path(Path(path)) if is_there else path
     if "search" in stage.values:
         search = read_search(Path(stage.values["search"]))
-        loaded = load_config(search.run, overrides_of(search.fixed))
+        loaded = load_config(Path(search.run), overrides_of(search.set))
         out |= _of_run_file(stage, loaded, lambda path: False, digests)
     if "run" in stage.values and "run" not in KINDS[stage.kind].takes:
         words = fill(overrides(stage), lambda other, result: results[other, result].path)
