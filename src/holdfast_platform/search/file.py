@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from holdfast.config.loading.fields import change_of
+from holdfast.config.loading.identity import config_hash
 from holdfast.config.loading.load import load_config, read_text
 from holdfast.config.loading.paths import expand_path
 from holdfast.config.loading.yaml_tree import is_plain, parse_file
@@ -89,8 +90,9 @@ class Search(Section):
 
     @property
     def identity(self) -> str:
-        """What must not change in a folder, as JSON. More trials may be asked for."""
-        return self.model_dump_json(exclude={"name", "folder", "trials"})
+        """What must not change in a folder, as text. More trials may be asked for."""
+        keys = self.model_dump_json(exclude={"name", "folder", "trials", "run"})
+        return f"{keys}\n{config_hash(self.config)} {self.steps}\n"
 
 
 def overrides_of(values: Mapping[str, Any]) -> list[str]:

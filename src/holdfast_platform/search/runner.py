@@ -87,7 +87,8 @@ class SearchRunner:
             replace_file(file, mine)
         elif file.read_text("utf-8") != mine:
             raise ConfigError(
-                "the trials in this folder belong to another search: keys other than trials differ",
+                "the trials in this folder belong to another search: a key other than trials "
+                "differs, or one of the run file",
                 where=str(self._search.place),
                 remedy="name another folder in the search file",
             )
