@@ -98,12 +98,14 @@ class WorkerStarted(Event, kind="worker_started"):
     node: str
 
 
-class WorkerReady(Event, kind="worker_ready", absent_if_empty={"device"}):
+class WorkerReady(Event, kind="worker_ready", absent_if_empty={"device", "processor", "threads"}):
     """The worker restored its state and is about to compute step `step` + 1."""
 
     rank: int
     seconds: float  # from fork to ready
     device: str = ""  # with backends, versions and transport: "cuda:1, nccl 2.28.9, NVLink"
+    processor: str = ""  # what the bits depend on: "x86_64 AVX512, torch 2.11.0"
+    threads: int = 0  # of a CPU; 0: an older version wrote this
 
 
 class WorkerLost(Event, kind="worker_lost"):
@@ -242,6 +244,14 @@ class StateDiffers(Event, kind="state_differs"):
     ranks: list[int]  # who differs from most; where there is no majority, all who differ
     tensors: list[str]
     sure: bool  # there was a majority
+
+
+class WeightsDigest(Event, kind="weights_digest"):
+    """SHA-256 of the weights after step `step`, of the part that a rank owns in its generation
+    (`training.engine.weights_digest`). Written every train.digest_every steps."""
+
+    rank: int
+    sha256: str
 
 
 class StepTraced(Event, kind="step_traced"):
@@ -564,5 +574,5 @@ class CompletionsShown(Event, kind="completions"):
     prompt: int  # its number
     asked: str  # the prompt as text, cut
     replies: list[str]  # cut
-    rewards: list[float]  # of the replies
+    rewards: list[float]  # of the replies; none of a run without rewards
     is_filtered: bool = False  # nothing is learned from it

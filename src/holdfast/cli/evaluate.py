@@ -45,7 +45,7 @@ def evaluate(
 ) -> None:
     """Score the newest intact checkpoint of a run, or the folder of a model, on tasks.
 
-    A file has one JSON object a line. Rows with prompt and answer are answered and compared, rows
+    A file has one JSON object a line. Rows with prompt and answer are answered and compared. Rows
     with choices are scored by the likelihood of each choice, and rows with text by their loss.
     Results of a run are kept in its folder, and a second evaluation reads them.
 

@@ -68,15 +68,13 @@ class EvaluatedModel:
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the number of a prompt and the likeliest tokens after it, without end tokens."""
         model, stop = self.texts.model, self.texts.stop
-        if not isinstance(model, Decoder):
+        longest = min(self.limit, max(map(len, prompts)) + max_tokens)
+        decoder = self.decoder(_SLOTS, longest)
+        if decoder is None:
             for number, ids in enumerate(prompts):
                 found = continue_tokens(model, ids, max_tokens, temperature=0, stop=stop)
                 yield number, [token for token in found if token not in stop]
             return
-        longest = min(self.limit, max(map(len, prompts)) + max_tokens)
-        device = torch.device("cpu")
-        decoder = PolicyDecoder(model.config, device, slots=_SLOTS, max_length=longest)
-        decoder.load(dict(model.named_parameters()))
         how = Sampling(max_tokens, temperature=0, stop=tuple(sorted(stop)))
         requests = (
             CompletionRequest(CompletionKey(0, 0, number, 0), tuple(ids), how)
@@ -84,6 +82,15 @@ class EvaluatedModel:
         )
         for done in decoder.generate(requests, 0):
             yield done.key.prompt, [token for token in done.tokens if token not in stop]
+
+    def decoder(self, slots: int, max_length: int) -> PolicyDecoder | None:
+        """Return what generates several texts at a time; None for a model of transformers."""
+        model, device = self.texts.model, torch.device("cpu")
+        if not isinstance(model, Decoder):
+            return None
+        decoder = PolicyDecoder(model.config, device, slots=slots, max_length=max_length)
+        decoder.load(dict(model.named_parameters()))
+        return decoder
 
     def text_of(self, ids: Sequence[int]) -> str:
         return str(self.texts.tokenizer.decode(list(ids), skip_special_tokens=False))

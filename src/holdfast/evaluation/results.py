@@ -50,7 +50,7 @@ class TaskResult:
 
 
 class TaskResults(Protocol):
-    """Where results are kept, by task and digest."""
+    """A place for results, by task and digest."""
 
     def get(self, task: str, digest: str) -> TaskResult | None: ...
     def put(self, result: TaskResult) -> None: ...

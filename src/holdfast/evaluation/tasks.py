@@ -183,7 +183,7 @@ class TaskRows:
 
 
 def _first_row(task: EvaluationTask, where: str) -> dict[str, Any]:
-    """The first row, as far as it tells what the task is; another reader refuses what is wrong."""
+    """The first row, if it is an object. Another reader refuses what is wrong."""
     found = find_files(SourceConfig(kind="jsonl", path=task.path).at(task.place), where)
     for path, _ in found.files:
         with open_text(path) as file:

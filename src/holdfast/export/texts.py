@@ -87,9 +87,19 @@ class TextModel:
 
     def continue_text(self, prompt: str, how: Sampling) -> str:
         """Return what the model adds to a text, up to the end of the document."""
+        return self._continue(self.text_ids(prompt), how)
+
+    def text_ids(self, prompt: str) -> list[int]:
+        """Return the tokens of a text, as the model reads them."""
         self.tokenizer.encode_special_tokens = True
         ids = self._encode(prompt)
-        return self._continue(ids if self.begin is None else [self.begin, *ids], how)
+        return ids if self.begin is None else [self.begin, *ids]
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages, up to where the reply begins. Raises UserError."""
+        rendered = self.require_template().render(messages, "the prompt", begins_reply=True).text
+        self.tokenizer.encode_special_tokens = False  # the template writes special tokens
+        return self._encode(rendered)
 
     def reply(
         self,
@@ -105,9 +115,7 @@ class TextModel:
             take: is called with each piece of the reply at once.
             shorten: give the reply as many tokens as are left, if `how` asks for more.
         """
-        rendered = self.require_template().render(messages, "the prompt", begins_reply=True).text
-        self.tokenizer.encode_special_tokens = False  # the template writes special tokens
-        ids = self._encode(rendered)
+        ids = self.chat_ids(messages)
         left = how.tokens if self.limit is None else self.limit - len(ids)
         if shorten and left < 1:
             raise DataError(

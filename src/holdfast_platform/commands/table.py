@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from holdfast.cli.table import commands_of
 
+_ROOM = "holdfast_platform.commands"
 COMMANDS = commands_of(
-    "holdfast_platform.commands",
+    _ROOM,
     "Platform",
     broker="launch runs for a platform with the Open Service Broker API",
     cloud="show prices, choose a mix, write jobs for managed services",
@@ -15,4 +16,6 @@ COMMANDS = commands_of(
     pipeline="run stages from data to an exported model, each once for its inputs",
     registry="keep versions of a model, and promote the better ones",
     serve="answer requests of the OpenAI protocol with one or two models",
+) + commands_of(
+    _ROOM, "Data and models", audit="recompute steps of a run, and keep its model's signed record"
 )

@@ -140,6 +140,40 @@ def test_text_and_probabilities_are_those_of_the_full_forward(kind: str) -> None
         logits = source(text)[0, prompt.shape[1] - 1 : -1] / (temperature or 1.0)
         full = logits.log_softmax(-1).gather(1, text[0, prompt.shape[1] :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(made.logps).double(), full, rtol=0, atol=1e-5)
+        read = torch.tensor(decoder.read(asked[number], made.tokens)).double()
+        torch.testing.assert_close(read, full, rtol=0, atol=1e-5)
+        score = torch.randn(1, model.dim, dtype=torch.float64)
+        values = source.hidden(text)[0, prompt.shape[1] - 1 : -1] @ score[0]
+        read = torch.tensor(decoder.read(asked[number], made.tokens, score=score)).double()
+        torch.testing.assert_close(read, values, rtol=0, atol=1e-4)
+
+
+def test_what_is_read_of_a_text_has_the_same_bits_amid_any_other_work() -> None:
+    """A reference and a policy with adapters read what they read before, which is the base's."""
+    model, lora = config(), LoraConfig(rank=3)
+    source, asked = lively(model), requests(model, 6)
+    plain, with_adapters = (
+        policy(model, source, 1),
+        PolicyDecoder(model, CPU, slots=9, max_length=180, lora=lora),
+    )
+    with_adapters.load_base(source.state_dict())
+    with_adapters.load(
+        {
+            f"{layer}.lora_{part}": torch.randn(shape)
+            for layer, (outputs, inputs) in adapted_layers(model, lora).items()
+            for part, shape in (("A", (3, inputs)), ("B", (outputs, 3)))
+        }
+    )
+    made = {each.key: each.tokens for each in plain.generate(asked, 0)}
+    wanted = [policy(model, source, 1).read(each, made[each.key]) for each in asked]
+    for each in asked[:4]:
+        with_adapters.start(each, 0)
+    for number in reversed(range(len(asked))):
+        with_adapters.step()
+        tokens = made[asked[number].key]
+        assert plain.read(asked[number], tokens) == wanted[number]
+        assert with_adapters.read(asked[number], tokens, of_base=True) == wanted[number]
+        assert with_adapters.read(asked[number], tokens) != wanted[number]
 
 
 def test_adapters_are_those_of_merged_weights() -> None:

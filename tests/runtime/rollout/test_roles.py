@@ -287,7 +287,7 @@ train: {batch_size: 16, microbatch_size: 4}
     [
         ("rollout.rewards=[]", "rollout.prompts without rollout.rewards"),
         ("rollout.prompts=[] rollout.rewards=[]", "objective.kind grpo learns from completions"),
-        ("objective.kind=next_token", "use objective.kind: grpo, rloo or ppo"),
+        ("objective.kind=next_token", "use objective.kind: grpo, rloo, ppo or distill"),
         (
             "train.batch_size=18 train.microbatch_size=2",
             "rollout.samples 4 does not divide it; use 16",
@@ -295,8 +295,12 @@ train: {batch_size: 16, microbatch_size: 4}
         ("rollout.max_tokens=24", "leaves no room for a prompt"),
         ("rollout.samples=1 rollout.filter=no_variance", "compares the completions of a group"),
         ("rollout.temperature=0 rollout.filter=no_variance", "draws the same completion"),
-        ("objective.scale_rewards=batch", "not one of group, none"),
-        ("objective.beta=0.1", "use beta 0"),
+        ("objective.reference.model=x", "beta 0 needs no reference; use objective.beta: 0.01"),
+        (
+            "objective.kind=rloo objective.beta=0.1 rollout.server.url=http://x/v1 "
+            "rollout.server.model=m lora.rank=4",
+            "changes the rewards of rloo",
+        ),
         ("layout.cp=2", "cp 1"),
     ],
 )

@@ -8,7 +8,8 @@ says which kernels keep the bits, and what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +25,7 @@ from holdfast.model.decoder import AttentionContext, Decoder
 from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward
 from holdfast.model.feed_forward import Linear
 from holdfast.model.generate import nucleus, refuse_sampling
-from holdfast.model.lora import add_adapters, set_base
+from holdfast.model.lora import adapters_off, add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
 from holdfast.rollout.decode.source import CompletionSource
 from holdfast.rollout.decode.threads import serial_kernels
@@ -93,13 +94,10 @@ class PolicyDecoder(CompletionSource):
         for part in self._model.modules():
             if isinstance(part, RoutedFeedForward):
                 part.run_experts = partial(_run_experts, part.config.top_k)
-        capacity = math.ceil(max_length / BLOCK) * BLOCK
-        like = torch.empty(0, dtype=dtype, device=device)
-        self._tiles = [
-            [TileCache(model, capacity, like) for _ in range(model.layers)]
-            for _ in range(math.ceil(slots / TILE))
-        ]
+        self._dtype = dtype
+        self._tiles = [self._new_tile() for _ in range(math.ceil(slots / TILE))]
         self._slots = [_Slot() for _ in range(slots)]
+        self._reading = list[TileCache]()  # keys of a text that is only read; empty: none was
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy a policy's weights into the memory that is there: all parameters, or those of the
@@ -163,6 +161,46 @@ class PolicyDecoder(CompletionSource):
             ended += self._draw(slots, logits)
         return ended
 
+    @torch.inference_mode()
+    def read(
+        self,
+        request: CompletionRequest,
+        tokens: Sequence[int],
+        *,
+        score: Tensor | None = None,
+        of_base: bool = False,
+    ) -> tuple[float, ...]:
+        """Return the log-probability of each token of a completion, as `Sampling` says. The bits
+        are a function of weights and text, which is read in chunks of a fixed size.
+
+        Args:
+            score: [1, D] of a head: return its value before each token instead.
+            of_base: read without the adapters.
+        """
+        self._refuse(request)
+        self._reading = self._reading or self._new_tile()
+        first, text = len(request.prompt) - 1, [*request.prompt, *tokens]
+        temperature, found = request.sampling.temperature or 1.0, list[Tensor]()
+        with serial_kernels(), adapters_off(self._model) if of_base else nullcontext():
+            for start, hidden in self._chunks(self._reading, 0, text[:-1]):
+                if start + PREFILL <= first:
+                    continue
+                if score is not None:
+                    values = F.linear(self._model.head_input(hidden), score)
+                    found.append(values[:, 0].float().cpu())
+                    continue
+                logps = (self._model.unembed(hidden).float().cpu() / temperature).log_softmax(-1)
+                after = (text[start + 1 : start + 1 + PREFILL] + [0] * PREFILL)[:PREFILL]
+                found.append(logps.gather(1, torch.tensor(after)[:, None])[:, 0])
+        skipped = first % PREFILL
+        read: list[float] = torch.cat(found)[skipped : skipped + len(tokens)].tolist()
+        return tuple(read)
+
+    def _new_tile(self) -> list[TileCache]:
+        capacity = math.ceil(self.max_length / BLOCK) * BLOCK
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        return [TileCache(self.config, capacity, like) for _ in range(self.config.layers)]
+
     def _refuse(self, request: CompletionRequest) -> None:
         """Raises UserError for a request that does not fit."""
         prompt, how = request.prompt, request.sampling
@@ -212,18 +250,25 @@ class PolicyDecoder(CompletionSource):
 
     def _read_prompt(self, number: int, prompt: Sequence[int]) -> Tensor:
         """Read a prompt in chunks of a fixed size -> logits after it: [1, V] on the CPU"""
-        caches, row = self._tiles[number // TILE], number % TILE
         hidden = torch.empty(0)
-        for start in range(0, len(prompt), PREFILL):
-            chunk = list(prompt[start : start + PREFILL])
+        for _, chunk in self._chunks(self._tiles[number // TILE], number % TILE, prompt):
+            hidden = chunk
+        last = hidden[(len(prompt) - 1) % PREFILL]
+        # A fixed number of equal rows: the product of one row has other bits on other devices.
+        return self._model.unembed(last.expand(self._rows, -1))[:1].float().cpu()
+
+    def _chunks(
+        self, caches: Sequence[TileCache], row: int, text: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first place of each chunk of a text, and what the head reads of it:
+        [PREFILL, D]"""
+        for start in range(0, len(text), PREFILL):
+            chunk = list(text[start : start + PREFILL])
             chunk += [0] * (PREFILL - len(chunk))
             tokens = torch.tensor([chunk], device=self._device)
             at = torch.arange(start, start + PREFILL, device=self._device)[None]
             blocks = math.ceil((start + PREFILL) / BLOCK)
-            hidden = self._hidden(caches, tokens, Place(slice(row, row + 1), at, blocks))
-        last = hidden[0, (len(prompt) - 1) % PREFILL]
-        # A fixed number of equal rows: the product of one row has other bits on other devices.
-        return self._model.unembed(last.expand(self._rows, -1))[:1].float().cpu()
+            yield start, self._hidden(caches, tokens, Place(slice(row, row + 1), at, blocks))[0]
 
     def _read_tile(self, caches: Sequence[TileCache], slots: Sequence[_Slot]) -> Tensor:
         """Read the next token of each slot of a tile -> logits [TILE, V] on the CPU. Free slots
@@ -258,7 +303,7 @@ class PolicyDecoder(CompletionSource):
         """Forget what older weights have read. A key that is not finite would spread."""
         for slot in self._slots:
             slot.prompt, slot.first_logits = (), None
-        for cache in (cache for tile in self._tiles for cache in tile):
+        for cache in (cache for tile in (*self._tiles, self._reading) for cache in tile):
             cache.key.zero_()
             cache.value.zero_()
 

@@ -6,7 +6,8 @@ they made. The queue lives in the coordinator's agent. Another agent answers whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from holdfast.core.json_parsing import JsonMessage, JsonRow, Key
@@ -49,15 +50,20 @@ class Made(JsonRow):
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     finish: str
+    side: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What the objective needs of each token, by side tensor: reference, old_values"""
 
     @property
     def completion(self) -> Completion:
         finish: Finish = "stop" if self.finish == "stop" else "length"
-        return Completion(self.wanted.key, self.tokens, self.logps, finish)
+        return Completion(self.wanted.key, self.tokens, self.logps, finish, self.side)
 
     @staticmethod
-    def of(wanted: Wanted, completion: Completion) -> Made:
-        return Made(wanted, completion.tokens, completion.logps, completion.finish)
+    def of(
+        wanted: Wanted, completion: Completion, side: Mapping[str, tuple[float, ...]] | None = None
+    ) -> Made:
+        made = completion.tokens, completion.logps, completion.finish
+        return Made(wanted, *made, dict(side or {}))
 
 
 @dataclass(frozen=True)

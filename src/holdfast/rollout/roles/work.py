@@ -25,13 +25,14 @@ from torch import Tensor
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.adapters import lora_parameters
-from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.boxes import whole_box
+from holdfast.core.sharding.parameters import SCORE, decoder_parameters
 from holdfast.errors import HoldfastError, UserError
 from holdfast.model.peft_folder import write_adapter
 from holdfast.rollout.decode.policy import PolicyDecoder
 from holdfast.rollout.decode.server import ServerDecoder
 from holdfast.rollout.decode.server_link import ServerAddress, ServerUnavailableError
-from holdfast.rollout.messages import CompletionKey
+from holdfast.rollout.messages import Completion, CompletionKey
 from holdfast.rollout.roles.client import NoQueueError, QueueClient, pause
 from holdfast.rollout.roles.messages import (
     BEAT_S,
@@ -47,7 +48,7 @@ from holdfast.rollout.roles.policies import fetch_policy, has_policy, read_polic
 from holdfast.rollout.roles.texts import Texts, open_rewards
 from holdfast.rollout.roles.weight_files import own_folder
 from holdfast.training.engine.precision import Precision
-from holdfast.training.engine.task import open_weights
+from holdfast.training.engine.task import DecoderTask, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,8 @@ class Actor(RoleWork[Made]):
         self._texts, self._device, self._slots = texts, device, slots
         self._shared = folder
         self._decoder: PolicyDecoder | ServerDecoder | None = None
+        self._reference: PolicyDecoder | None = None  # once a completion was read with it
+        self._score: Tensor | None = None  # the policy's head of values, if rows need old ones
         self._tag = ""  # of the policy that the decoder has
         self._places: dict[str, list[PolicyPart]] = {}
         self._waiting: deque[Wanted] = deque()
@@ -214,7 +217,7 @@ class Actor(RoleWork[Made]):
             ended = decoder.step()
             for completion in ended:
                 wanted = self._running.pop(completion.key)
-                self._finish(wanted, Made.of(wanted, completion))
+                self._finish(wanted, self._made(wanted, completion))
             if ended:
                 return
 
@@ -232,7 +235,22 @@ class Actor(RoleWork[Made]):
             ended = self._decoder.start(self._texts.request(wanted), self._config.seed)
             if ended is not None:
                 del self._running[wanted.key]
-                self._finish(wanted, Made.of(wanted, ended))
+                self._finish(wanted, self._made(wanted, ended))
+
+    def _made(self, wanted: Wanted, completion: Completion) -> Made:
+        """Return a result, with what the objective needs of it next to its tokens."""
+        config, decoder, side = self._config, self._decoder, dict[str, tuple[float, ...]]()
+        if not isinstance(decoder, PolicyDecoder):
+            return Made.of(wanted, completion)
+        request = self._texts.request(wanted)
+        if self._score is not None:
+            side["old_values"] = decoder.read(request, completion.tokens, score=self._score)
+        if config.has_read_reference and config.lora.rank:
+            side["reference"] = decoder.read(request, completion.tokens, of_base=True)
+        elif config.has_read_reference:
+            self._reference = self._reference or make_reference(config, self._device)
+            side["reference"] = self._reference.read(request, completion.tokens)
+        return Made.of(wanted, completion, side)
 
     def _drop_waiting(self) -> None:
         """Give leases back: the next report no longer names them."""
@@ -263,6 +281,8 @@ class Actor(RoleWork[Made]):
                 self._decoder = self._make_decoder()
             if isinstance(self._decoder, PolicyDecoder):
                 self._decoder.load(self._own_weights(weights))
+                if self._config.objective.of_steps and SCORE in weights:
+                    self._score = weights[SCORE].to(self._device)
             else:
                 self._load_on_server(self._decoder, weights, wanted)
         finally:
@@ -315,6 +335,26 @@ def make_decoder(config: RunConfig, device: torch.device, slots: int) -> PolicyD
     if lora.rank:
         base = open_weights(model, Path(lora.base), lora.base_checksum, "lora.base")
         decoder.load_base({p.name: base[p.name] for p in decoder_parameters(model)})
+    return decoder
+
+
+def make_reference(config: RunConfig, device: torch.device) -> PolicyDecoder:
+    """Make a decoder of the frozen reference: that of objective.reference, or what the run began
+    with."""
+    model, named = policy_model(config), config.objective.reference
+    if named.model:
+        model_of = {"weights": named.model, "weights_checksum": named.checksum}
+        model = model.model_copy(update=model_of)
+    initial = DecoderTask(config.model_copy(update={"model": model})).initial_values(config.seed)
+    decoder = PolicyDecoder(
+        model,
+        device,
+        slots=1,
+        max_length=min(config.data.sequence_length + 1, config.model.max_position),
+        dtype=Precision.of(config.train.precision).compute,
+    )
+    rows = decoder_parameters(model)
+    decoder.load({row.name: initial(row, whole_box(row.name, row.shape)) for row in rows})
     return decoder
 
 

@@ -47,6 +47,7 @@ from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.step_status import REMEMBERED_STEPS, PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
+from holdfast.training.engine.weights_digest import WeightsDigester
 from holdfast.training.objectives.registry import sum_names
 from holdfast.training.recover.recovery_agreement import (
     NO_STATE,
@@ -195,7 +196,7 @@ class GenerationEntry:
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
         before, came_from = self.old_topology, self.came_from
-        sums = 2 * len(sum_names(self.config.objective))
+        sums = 2 * len(sum_names(self.config.objective, self.config.rollout))
         found = agree(control, statement, self.topology, before, came_from, most, sums)
         self.timer.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):
@@ -258,6 +259,11 @@ class GenerationEntry:
         self, session: TrainingSession, entries: list[dict[str, Any]], found: Agreement, kept: bool
     ) -> RecoveryResult:
         events = missing_events(entries, found, session.engine)
+        if self.config.train.digest_every:  # a rank that was lost did not report its part
+            digester = WeightsDigester(self.config, self.topology)
+            step = found.resolution.step
+            digest = digester.event(self.rank, step, session.engine.state()) if step else None
+            events += [] if digest is None else [digest]
         session.engine.history.unreported_step = 0
         self.timer.lap("events")
         return RecoveryResult(
