@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -68,7 +69,10 @@ def prepare(work: Path, steps: int) -> None:
 
 def train_centrally(work: Path, steps: int) -> None:
     """Train on the texts of all sites: as many steps, each with the samples of all sites."""
-    sources = [{"kind": "text", "path": str(work / "texts" / site), "weight": 1} for site in SITES]
+    sources = [
+        {"kind": "text", "path": str(work / "texts" / site), "name": site, "weight": 1}
+        for site in SITES
+    ]
     train(
         work / "site.yaml",
         work / "central",
