@@ -119,7 +119,7 @@ def test_bits_depend_on_the_request_alone(
         wrong = [each.key for each in made if each != wanted[each.key]]
         assert not wrong, f"{slots} slots: {len(wrong)} completions differ"
     assert {each.finish for each in wanted.values()} == {"stop", "length"}
-    taken = make(2)  # it continues what others began, next to a text of its own
+    taken = make(2)  # it continues what another one began, next to a text of its own
     for each in asked:
         whole = wanted[each.key]
         if len(whole.tokens) < 2:
