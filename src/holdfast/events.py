@@ -98,12 +98,14 @@ class WorkerStarted(Event, kind="worker_started"):
     node: str
 
 
-class WorkerReady(Event, kind="worker_ready", absent_if_empty={"device"}):
+class WorkerReady(Event, kind="worker_ready", absent_if_empty={"device", "processor", "threads"}):
     """The worker restored its state and is about to compute step `step` + 1."""
 
     rank: int
     seconds: float  # from fork to ready
     device: str = ""  # with backends, versions and transport: "cuda:1, nccl 2.28.9, NVLink"
+    processor: str = ""  # what the bits depend on: "x86_64 AVX512, torch 2.11.0"
+    threads: int = 0  # of a CPU; 0: an older version wrote this
 
 
 class WorkerLost(Event, kind="worker_lost"):
@@ -244,6 +246,14 @@ class StateDiffers(Event, kind="state_differs"):
     sure: bool  # there was a majority
 
 
+class WeightsDigest(Event, kind="weights_digest"):
+    """SHA-256 of the weights after step `step`, of the part that a rank owns in its generation
+    (`training.engine.weights_digest`). Written every train.digest_every steps."""
+
+    rank: int
+    sha256: str
+
+
 class StepTraced(Event, kind="step_traced"):
     """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 
@@ -269,6 +279,18 @@ class Evaluated(Event, kind="evaluated", absent_if_empty={"metrics"}):
     tokens: float
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)  # as in `StepDone`
+
+
+class TaskEvaluated(Event, kind="task_evaluated", absent_if_empty={"metrics"}):
+    """The checkpoint of `step` has a result of a task. Written at any time, even after the run."""
+
+    task: str
+    metric: str  # that `score` is of: exact_match, accuracy, nats_per_token, ...
+    score: float
+    items: int  # rows of the task
+    higher_is_better: bool
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # further numbers, by name
 
 
 class NonFinite(Event, kind="non_finite"):
@@ -553,5 +575,5 @@ class CompletionsShown(Event, kind="completions"):
     prompt: int  # its number
     asked: str  # the prompt as text, cut
     replies: list[str]  # cut
-    rewards: list[float]  # of the replies
+    rewards: list[float]  # of the replies; none of a run without rewards
     is_filtered: bool = False  # nothing is learned from it

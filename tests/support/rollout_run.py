@@ -19,8 +19,10 @@ import psutil
 from holdfast.core.data.lineage import split_effective
 from holdfast.data.read.vocabulary import train_tokenizer
 from holdfast.events import BatchFed, StepDone
+from holdfast.model.huggingface import export_folder
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from tests.support import models
 
 ROLES = ("actor", "scorer", "worker", "agent")
 REWARD = """
@@ -65,6 +67,14 @@ def write_run_file(folder: Path) -> Path:
     path = folder / "run.yaml"
     path.write_text(RUN_FILE)
     return path
+
+
+def write_teacher(folder: Path) -> None:
+    """Write a wider model with opinions, that knows the tokens of `write_run_file`."""
+    model = models.config(vocab_size=257)
+    values = models.lively(model).state_dict()
+    values["head.weight"] = 6 * values["head.weight"]
+    export_folder(folder, model, values, folder.with_name("tokenizer.json"))
 
 
 @dataclass

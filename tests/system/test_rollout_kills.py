@@ -22,7 +22,7 @@ from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import within
-from tests.support.rollout_run import RolloutRun, write_run_file
+from tests.support.rollout_run import RolloutRun, write_run_file, write_teacher
 
 KILLS = int(os.environ.get("ROLLOUT_KILLS", "20"))
 """Kills of one run."""
@@ -69,6 +69,31 @@ def test_each_completion_has_one_fate_whenever_a_run_is_killed(tmp_path: Path) -
         killed.disturb(1, chooser, pause_s=20.0)
         print(number, dict(killed.killed))
         _expect_same(alone, killed, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_student_learns_from_a_teacher_of_its_completions(tmp_path: Path, lag: int) -> None:
+    """Trainers read completions with the teacher: kills change no bit, and the divergence falls."""
+    steps = max(24, 2 * KILLS)
+    run_file = write_run_file(tmp_path)
+    write_teacher(tmp_path / "teacher")
+    teacher = f"reference: {{model: {tmp_path / 'teacher'}}}"
+    settings = (f"rollout.lag={lag}", f"train.steps={steps}", "rollout.rewards=[]")
+    settings += (f"objective={{kind: distill, {teacher}, top_k: 8, beta: 0.5}}",)
+    settings += ("train.optimizer.learning_rate=1e-2",)
+    alone = RolloutRun(run_file, tmp_path / "alone", settings)
+    alone.finish()
+    divergence = [metrics["divergence"] for _, (_, metrics) in sorted(alone.curve().items())]
+    first, last = sum(divergence[:5]) / 5, sum(divergence[-5:]) / 5
+    print(f"mean divergence of the first five steps {first:.3f}, of the last five {last:.3f}")
+    assert last < 0.8 * first
+    more = ("layout.workers=2", "rollout.actors=4")
+    killed = RolloutRun(run_file, tmp_path / "killed", (*settings, *more))
+    killed.disturb(KILLS, random.Random(20261129 + lag))
+    print(f"lag {lag}: {dict(killed.killed)}, agents after steps {killed.resumed_from}")
+    assert sum(killed.killed.values()) == KILLS, "it was over before all kills: raise the steps"
+    _expect_same(alone, killed, steps)
 
 
 @pytest.mark.slow

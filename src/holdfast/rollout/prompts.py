@@ -80,10 +80,13 @@ class Prompts(Sequence[Prompt]):
 
 
 def read_prompts(
-    entries: Sequence[PromptsConfig], data: DataConfig, source_column: str | None = None
+    entries: Sequence[PromptsConfig],
+    data: DataConfig,
+    source_column: str | None = None,
+    key: str = "rollout.prompts",
 ) -> Prompts:
     """Read and tokenise all prompts. data: names tokenizer and chat template. source_column: names
-    the source of a row.
+    the source of a row. key: of `entries`.
 
     Raises DataError for a file, a row or a template that does not fit."""
     if data.tokenizer.place is None:
@@ -95,7 +98,7 @@ def read_prompts(
     rows: list[Prompt] = []
     for number, entry in enumerate(entries):
         reader = _Reader(entry, data, len(rows), source_column)
-        rows += reader.read_all(f"rollout.prompts.{number}")
+        rows += reader.read_all(f"{key}.{number}")
     return Prompts(rows)
 
 

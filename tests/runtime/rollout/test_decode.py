@@ -251,14 +251,17 @@ def test_weights_are_copied_in_place_and_forget_what_was_read() -> None:
         return sorted(decoder.generate(asked, 0), key=lambda each: each.key)
 
     wanted, memory = all_of(), [p.data_ptr() for p in decoder._model.parameters()]
+    read = decoder.read(asked[0], wanted[0].tokens)
     decoder.load(second.state_dict())
     assert all_of() != wanted
+    assert decoder.read(asked[0], wanted[0].tokens) != read
     broken = {name: value * torch.nan for name, value in first.state_dict().items()}
     decoder.load(broken)
     with pytest.raises(UserError, match="not finite"):
         all_of()
     decoder.load(first.state_dict())
     assert all_of() == wanted
+    assert decoder.read(asked[0], wanted[0].tokens) == read
     assert [p.data_ptr() for p in decoder._model.parameters()] == memory
     with pytest.raises(ValueError, match="names differ"):
         decoder.load({})

@@ -293,7 +293,7 @@ train: {batch_size: 16, microbatch_size: 4}
     [
         ("rollout.rewards=[]", "rollout.prompts without rollout.rewards"),
         ("rollout.prompts=[] rollout.rewards=[]", "objective.kind grpo learns from completions"),
-        ("objective.kind=next_token", "use objective.kind: grpo, rloo or ppo"),
+        ("objective.kind=next_token", "use objective.kind: grpo, rloo, ppo or distill"),
         (
             "train.batch_size=18 train.microbatch_size=2",
             "rollout.samples 4 does not divide it; use 16",

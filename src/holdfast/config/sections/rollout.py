@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     prompts: Branch[tuple[PromptsConfig, ...]] = ()
     """files of prompts (docs/guide/rewards.md); none: the run trains on a dataset"""
     rewards: Branch[tuple[RewardConfig, ...]] = ()
-    """what rates a completion (docs/guide/rewards.md)"""
+    """what rates a completion (docs/guide/rewards.md). objective.kind distill: only reported"""
     source_column: Branch[str | None] = None
     """column of prompts with the name of a row's source, by which rewards are reported; left out:
     the name of its entry in prompts"""
@@ -85,8 +85,6 @@ class RolloutConfig(Section):
         return 1 + (self.redraws if self.filter != "none" else 0)
 
     def broken_rules(self) -> Iterator[str]:
-        if self.prompts and not self.rewards:
-            yield "rollout.prompts without rollout.rewards gives nothing to learn: use at least one"
         if self.rewards and not self.prompts:
             yield "rollout.rewards has nothing to rate: use rollout.prompts, or remove it"
         if self.server.model and not self.server.url:

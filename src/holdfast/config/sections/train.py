@@ -154,6 +154,9 @@ class TrainConfig(Section):
     qat: Branch[Qat] = "none"
     deterministic: Branch[bool] = True
     """on an accelerator, only kernels that give the same bits each time"""
+    digest_every: InPlace[int] = Field(0, ge=0)
+    """steps between two digests (SHA-256) of the weights in the journal, which `holdfast audit
+    replay` compares; 0: only checkpoints tell what the weights were"""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Branch[ScheduleConfig] = ScheduleConfig()
     evaluate: InPlace[EvaluateConfig] = EvaluateConfig()

@@ -24,7 +24,8 @@ def row_values(
     """Return the side tensors of the rows of complete groups, [prompts, samples] each.
 
     Args:
-        config: the section `objective`, of a kind that generates its rows.
+        config: the section `objective`, of a kind that generates its rows. A distillation
+            reports rewards alone.
         rewards: [prompts, samples].
         kl: of each row, [prompts, samples]: rloo subtracts beta times it.
         of_step: rewards of all rows of the step, for scale_rewards batch.
@@ -38,6 +39,8 @@ def row_values(
         "reward_std": std,
         "frac_reward_zero_std": np.isclose(std, 0.0).astype(np.float64),
     }
+    if config.kind == "distill":
+        return found
     if config.kind == "ppo":
         return found | {"score": rewards}
     of_rloo = config.kind == "rloo"

@@ -156,19 +156,25 @@ class AuditedBatches(Protocol):
 
 
 def audit_records(
-    records: Iterable[Record], batches: AuditedBatches, last_step: int | None = None
+    records: Iterable[Record],
+    batches: AuditedBatches,
+    last_step: int | None = None,
+    *,
+    first_step: int = 1,
 ) -> AuditResult:
     """Audit a run's journal against the dataset and the settings in `batches`.
 
     `last_step` is the last step to audit; None: the last that a checkpoint committed, or that
-    the run finished with. The audit of a branch begins after the step that it continues.
+    the run finished with. The audit of a branch begins after the step that it continues, and none
+    begins before `first_step`.
     """
     effective, superseded = lineage.split_effective(records)
     parent, imported = branch_event(effective), _imported_step(effective)
     if last_step is None:
         done = (CheckpointCommitted, RunFinished, RunBranched)
         last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
-    result = AuditResult(last_step, parent.step + 1 if parent else imported + 1)
+    own = parent.step + 1 if parent else imported + 1
+    result = AuditResult(last_step, max(own, first_step))
     result.imported_step = imported
     result.groups = getattr(batches, "group_audit", None)
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)

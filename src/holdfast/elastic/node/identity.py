@@ -13,22 +13,9 @@ from holdfast.config.loading.identity import values_alike_on_all_nodes
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.machine.hardware import detect_hardware, torch_version_file
+from holdfast.machine.processor import processor_identity
 from holdfast.policy.membership.node_identity import NodeIdentity
 
-PRESETS = (
-    "ATEN_CPU_CAPABILITY",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_DEBUG_CPU_TYPE",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG",
-)
-"""Variables that choose how torch computes."""
-_VECTOR_UNIT = re.compile(r"(sse4_2|avx\w*|fma|f16c|amx_\w+|asimd\w*|sve\w*|i8mm|bf16)\Z")
 _ACCELERATOR_LIBRARY = re.compile(r"(nvidia-|triton|pytorch-triton|intel-|mkl)")
 _BUILD_LINE = re.compile(r"^(__version__|git_version|cuda|hip)\b[^=]*=\s*(.*)$", re.MULTILINE)
 _DIGEST_BYTES = 8
@@ -81,17 +68,3 @@ def _device_identity(config: RunConfig) -> dict[str, str]:
         return {}
     here = detect_hardware().accelerators
     return {"devices": ", ".join(sorted({d.name for d in here if d.kind == config.device}))}
-
-
-def processor_identity(
-    environment: Mapping[str, str], cpuinfo: Path = Path("/proc/cpuinfo")
-) -> dict[str, str]:
-    """Return the vector units of the processor, and the variables that choose among them."""
-    try:
-        text = cpuinfo.read_text("utf-8", "replace")
-    except OSError:
-        text = ""
-    line = next((w for w in text.splitlines() if re.match(r"(flags|Features)\s*:", w)), "")
-    units = [word for word in line.partition(":")[2].split() if _VECTOR_UNIT.match(word)]
-    presets = {name: environment[name] for name in PRESETS if environment.get(name)}
-    return {"vector units": " ".join(sorted(units)) or "unknown", **presets}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
+
 from holdfast.checkpoint.capture.capturer import Capturer, SkippedCapture
 from holdfast.checkpoint.capture.copy_plan import local_part
 from holdfast.checkpoint.capture.no_room_capturer import NoRoomCapturer
@@ -22,7 +24,7 @@ from holdfast.elastic.worker.checkpointer import (
 from holdfast.elastic.worker.generation_connection import GenerationConnection
 from holdfast.elastic.worker.held_session import HeldSession
 from holdfast.events import CheckpointSkipped, SettingIgnored, WorkerReady
-from holdfast.parallel.comm.devices import near_numa_node
+from holdfast.parallel.comm.devices import describe_processor, near_numa_node
 from holdfast.wire.secret import Secret
 
 _MOVER_EXPECT_TIMEOUT_S = 20.0
@@ -101,7 +103,12 @@ class SaverFactory:
 
     def _report_ready(self, seconds: float, step: int) -> None:
         """Note that this worker trains from now on, `seconds` after its fork."""
-        event = WorkerReady(self.connection.rank, seconds, self.device, step=step)
+        device = self.held_session.current.device
+        event = WorkerReady(
+            *(self.connection.rank, seconds, self.device, describe_processor(device)),
+            threads=torch.get_num_threads(),
+            step=step,
+        )
         self.connection.reporter.emit(event)
 
     def _on_capture_skipped(self, skipped: SkippedCapture) -> None:

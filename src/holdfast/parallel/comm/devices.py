@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from holdfast.core.devices import DeviceKind, device_kind
 from holdfast.errors import LayoutError, UserError
 from holdfast.machine.numa import device_numa_node
+from holdfast.machine.processor import processor_identity
 
 
 def select_device(device: torch.device) -> None:
@@ -62,6 +66,19 @@ def describe_device(device: torch.device, kind: DeviceKind) -> str:
     words = [f"{name} {backend_version(name)}".rstrip() for name in kind.backends]
     how = " through host memory" if kind.is_staged else ""
     return f"{device}, {', '.join(words)}{how}"
+
+
+def describe_processor(device: torch.device) -> str:
+    """Return what the bits of a result depend on: "x86_64 AVX512 (5f0c1d2e), torch 2.11.0" for
+    example. In brackets is a digest of the vector units, and of variables that choose among them.
+    """
+    if device_kind(device.type).is_host:
+        units = hashlib.sha256(repr(processor_identity(os.environ)).encode()).hexdigest()[:8]
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} ({units})"
+    else:
+        module: Any = torch.get_device_module(device)
+        name = str(module.get_device_name(device))
+    return f"{name}, torch {torch.__version__}"
 
 
 def near_numa_node(device: torch.device) -> int | None:

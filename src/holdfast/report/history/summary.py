@@ -83,6 +83,8 @@ def summary(
     if history.transfers:
         sums = history.transfers.items()
         out["transfers"] = {kind: asdict(one) | {"hidden": one.hidden} for kind, one in sums}
+    if history.tasks:
+        out["tasks"] = [{"step": task.step, **task.body} for task in history.tasks]
     if history.holes:
         out["holes"] = list(history.holes)
     if curve:

@@ -25,6 +25,7 @@ from holdfast.rollout.messages import ScoredCompletion
 from holdfast.rollout.roles.feed import CompletionFeed, DrawnGroup
 
 if TYPE_CHECKING:  # the agent, which asks for places alone, has no torch
+    from holdfast.rollout.roles.teacher import Teacher
     from holdfast.rollout.roles.texts import Texts
 
 SOURCE = "prompts"
@@ -50,6 +51,8 @@ class RowValues(Protocol):
         ...
 
 
+ROW_STEP = 64
+"""Rows are as long as the longest text of their microbatch, rounded up to a multiple of it."""
 SHOWN_REPLIES, SHOWN_CHARACTERS = 4, 400
 """Completions of an example, and characters of each text."""
 
@@ -82,6 +85,7 @@ class RolloutBatches:
         self._plan: Callable[[int], Sequence[int]] = lambda step: ()
         self._row_values: RowValues | None = None
         self.texts: Texts | None = None  # of a process that reads completions
+        self.teacher: Teacher | None = None  # of a trainer that distils
         self.emit: Callable[[Event], None] = lambda event: None
         """Writes examples into the journal."""
 
@@ -140,6 +144,8 @@ class RolloutBatches:
             [g.epoch, g.prompt, g.policy, g.draws, int(g.is_filtered)] for g in groups.values()
         ]
         batch = self._rows(start, stop, groups, of_step)
+        if parts == 1 and not self._config.train.compile:
+            batch = _without_padding(batch)
         entry["hash"] = fed_hash(batch.inputs, batch.targets, batch.side)
         return replace(batch, entries=[entry])
 
@@ -189,7 +195,7 @@ class RolloutBatches:
                 group.prompt,
                 _cut(self.texts.tokenizer.decode(list(prompt.ids), skip_special_tokens=False)),
                 [_cut(each.text) for each in shown],
-                [self._total(each.rewards) for each in shown],
+                [self._total(each.rewards) for each in shown if each.rewards],
                 group.is_filtered,
                 step=step,
             )
@@ -215,7 +221,11 @@ class RolloutBatches:
         names = sorted({name for each in values.values() for name in each})
         first = next(iter(groups.values())).completions[0].completion
         every_name = {"old", *first.side, *same, *names}
-        side = {n: np.zeros(inputs.shape, dtype=np.float32) for n in sorted(every_name)}
+        side: dict[str, NDArray[Any]] = {
+            n: np.zeros(inputs.shape, dtype=np.float32) for n in sorted(every_name)
+        }
+        if self.teacher is not None:
+            side |= self.teacher.blank(stop - start)
         _, epochs, samples = self.order.places(start, stop)
         for row, (epoch, sample) in enumerate(zip(epochs.tolist(), samples.tolist(), strict=True)):
             prompt, number = divmod(sample, size)
@@ -232,6 +242,9 @@ class RolloutBatches:
                 side[name][row, reply] = values[epoch, prompt][name][number]
             for name, numbers in (*made.side.items(), *same.items()):
                 side[name][row, reply] = numbers
+            if self.teacher is not None:
+                for name, read in self.teacher.read([*ids, *made.tokens], len(ids)).items():
+                    side[name][row, reply] = read
         weight = int((targets != MASKED_TARGET).sum())
         return Microbatch(inputs, targets, documents, [], weight, side)
 
@@ -242,11 +255,13 @@ class RolloutBatches:
         rewards of all rows of the step."""
         assert self._row_values is not None, "a feed is attached"
         rewards = [self._total(each.rewards) for each in group.completions]
-        rows = self._row_values.of_group(
-            np.asarray([rewards], dtype=np.float64),
-            np.asarray([[log_ratio(each) for each in group.completions]]),
-            np.asarray(of_step, dtype=np.float64),
-        )
+        rows: dict[str, NDArray[np.float64]] = {}
+        if self._config.rollout.rewards:
+            rows = self._row_values.of_group(
+                np.asarray([rewards], dtype=np.float64),
+                np.asarray([[log_ratio(each) for each in group.completions]]),
+                np.asarray(of_step, dtype=np.float64),
+            )
         clipped = [float(each.completion.finish == "length") for each in group.completions]
         of_group = {name: numbers[0] for name, numbers in rows.items()}
         found = of_group | {"completions/clipped_ratio": np.asarray(clipped)}
@@ -280,3 +295,18 @@ def log_ratio(one: ScoredCompletion) -> float:
 def _cut(text: str) -> str:
     """Return a text without what an example has no room for."""
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def _without_padding(batch: Microbatch) -> Microbatch:
+    """Cut the columns that no row reaches. A microbatch has the same rows in each layout, and so
+    the same length. (Shares of one would differ, and a compiled block wants one length.)"""
+    assert batch.documents is not None
+    longest = int((batch.documents == 0).sum(1).max(initial=1))
+    length = min(-(-longest // ROW_STEP) * ROW_STEP, batch.inputs.shape[1])
+    return replace(
+        batch,
+        inputs=batch.inputs[:, :length],
+        targets=batch.targets[:, :length],
+        documents=batch.documents[:, :length],
+        side={name: value[:, :length] for name, value in batch.side.items()},
+    )

@@ -20,6 +20,7 @@ from holdfast.rollout.roles.batches import RolloutBatches
 from holdfast.rollout.roles.client import QueueClient
 from holdfast.rollout.roles.feed import CompletionFeed, FeedLink, StandIn
 from holdfast.rollout.roles.policies import Publisher, policy_tag
+from holdfast.rollout.roles.teacher import Teacher
 from holdfast.rollout.roles.texts import Texts
 from holdfast.rollout.roles.work import Actor, Scorer
 from holdfast.training.engine.engine import StepEngine
@@ -111,5 +112,7 @@ def connect_roles(
     )
     feed = CompletionFeed(config.rollout, link)
     batches.emit = place.emit
+    if config.objective.kind == "distill" and batches.teacher is None:
+        batches.teacher = Teacher.open(config, place.device)
     batches.attach(feed, texts, engine.plan.share, ObjectiveRows(config.objective))
     return feed

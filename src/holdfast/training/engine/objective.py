@@ -119,7 +119,7 @@ class NextTokenObjective(nn.Module):
         if self.gives_log_probabilities:
             return self._log_probabilities(hidden, targets)[0]
         if isinstance(self.loss, Distill):
-            return self._loss_of_logits(self.loss, hidden, targets, side)
+            return self._loss_of_logits(self.loss, hidden, targets, documents, side)
         if self.loss is not None:
             return self._loss_of(self.loss, hidden, targets, documents, side)
         ids, scale = targets.flatten(), None
@@ -248,7 +248,12 @@ class NextTokenObjective(nn.Module):
         return total
 
     def _loss_of_logits(
-        self, objective: Distill, hidden: Tensor, targets: Tensor, side: Side
+        self,
+        objective: Distill,
+        hidden: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        side: Side,
     ) -> Tensor:
         """The same of an objective that reads logits. It has one pass of the head: the gradient
         with respect to a chunk's logits is found with its losses."""
@@ -257,7 +262,7 @@ class NextTokenObjective(nn.Module):
         ids, logps = (
             side[n].flatten(0, 1) if n in side else empty for n in (TEACHER_IDS, TEACHER_LOGPS)
         )
-        totals = {name: torch.zeros_like(flat[:1], dtype=torch.float64) for name in objective.names}
+        totals = {name: torch.zeros_like(flat[:1], dtype=torch.float64) for name in objective.parts}
 
         def losses(logits: Tensor, at: Tensor) -> Tensor:
             found = objective.of_logits(logits.to(wide), flat[at], ids[at], logps[at])
@@ -275,8 +280,11 @@ class NextTokenObjective(nn.Module):
         wide = _wide_dtype(hidden.dtype)
         total = self._carry(hidden, losses, slope)
         count = (flat != IGNORED_TARGET).sum(dtype=torch.float64)
-        words = [word for name in objective.names for word in (totals[name][0], count)]
-        said = torch.stack([total.detach(), *words])
+        nothing = torch.zeros_like(count), torch.zeros_like(count)
+        sums = dict.fromkeys(objective.names, nothing)
+        sums |= {name: (summed[0], count) for name, summed in totals.items()}
+        sums |= objective.of_rows(targets, documents, side)
+        said = torch.stack([total.detach(), *(word for pair in sums.values() for word in pair)])
         out: Tensor = _Reported.apply(total, said)  # type: ignore[no-untyped-call]
         return out
 

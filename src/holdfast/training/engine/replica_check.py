@@ -180,13 +180,13 @@ def _hash(tensors: Mapping[str, LocalTensor], boxes: Iterable[Box]) -> int:
     """Of the bytes of these boxes one after another, as a signed number."""
     state = xxh3_64()
     for box in boxes:
-        state.update(_bytes(tensors[box.name], box))
+        state.update(box_bytes(tensors[box.name], box))
     word = state.intdigest()
     return word - _WHOLE if word >= _HALF else word
 
 
 @torch.no_grad()
-def _bytes(local: LocalTensor, box: Box) -> memoryview:
+def box_bytes(local: LocalTensor, box: Box) -> memoryview:
     """Of part of a tensor, in row-major order; nothing is copied where the part is contiguous."""
     part: Tensor = local.tensor
     for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):

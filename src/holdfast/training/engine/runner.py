@@ -40,6 +40,7 @@ from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
+from holdfast.training.engine.weights_digest import WeightsDigester
 from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
 _FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where the run was asked to stop
@@ -224,6 +225,9 @@ class TrainingLoop:
         engine.on_vote_sent = lambda: reporter.progress(engine.step, "vote")
         self.clock = clock
         self.replica_checker: ReplicaChecker | None = None
+        self.digester: WeightsDigester | None = None
+        if config.train.digest_every:
+            self.digester = WeightsDigester(config, engine.groups.topology)
         self.timer = PhaseTimer(clock)
         places = engine.parameters.memory
         transfers = None if places is None or places.config.is_default else places.transfers
@@ -302,6 +306,11 @@ class TrainingLoop:
         _, verdict = self.engine.history.applied_verdicts[-1]
         watch.lap("apply")
         self._check_replicas(step)
+        if self.digester is not None:
+            digest = self.digester.event(self.rank, step, self.engine.state())
+            if digest is not None:
+                self.reporter.emit(digest)
+                watch.lap("digest")
         # Report the spans of the step that the run file asks for.
         if self.recorder is not None and step == self.config.layout.trace_step:
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]

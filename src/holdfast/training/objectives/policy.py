@@ -38,7 +38,9 @@ MEAN, SCALE = "advantage_mean", "advantage_scale"
 WHITE_EPSILON = 1e-8
 """Added to a variance of advantages, as in verl."""
 _CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-_COMMON = (*REPORTED, "completions/mean_length", "entropy", *_CLIPS)
+OF_ROWS = (*REPORTED, "completions/mean_length")
+"""The names of `row_means`."""
+_COMMON = (*OF_ROWS, "entropy", *_CLIPS)
 
 
 # --- advantages of tokens -------------------------------------------------------------------
@@ -142,15 +144,13 @@ class PolicyLoss:
 
     def _sums(self, rows: Rows, side: Side) -> dict[str, tuple[Tensor, Tensor]]:
         """Metrics that need no ratio."""
-        counted, present = rows.targets != IGNORED_TARGET, rows.present
-        names = [name for name in (*REPORTED, *self._rewards) if name in side]
-        sums = {name: _mean(rows.value(side[name]), present) for name in names}
+        counted = rows.targets != IGNORED_TARGET
+        sums = row_means(rows, side, self._rewards)
         if self._sources and SOURCE in side:
             reward, of_source = rows.value(side["reward"]), rows.value(side[SOURCE])
             for number, source in enumerate(self._sources):
-                which = present & (of_source == number)
+                which = rows.present & (of_source == number)
                 sums[f"reward/{source}"] = _mean(reward, which)
-        sums["completions/mean_length"] = _mean(rows.counts, present)
         if "entropies" in side:
             sums["entropy"] = _mean(side["entropies"].double(), counted)
         nothing = rows.counts.new_zeros(()), rows.counts.new_zeros(())
@@ -276,6 +276,16 @@ class Ppo(PolicyLoss):
         side: Mapping[str, NDArray[Any]],
     ) -> int:
         return int((targets != IGNORED_TARGET).sum())
+
+
+def row_means(
+    rows: Rows, side: Side, rewards: Sequence[str] = ()
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return sums and counts of what the feed says of each row, and of their lengths. rewards:
+    side tensors with one reward each."""
+    present, names = rows.present, [n for n in (*REPORTED, *rewards) if n in side]
+    means = {name: _mean(rows.value(side[name]), present) for name in names}
+    return means | {OF_ROWS[-1]: _mean(rows.counts, present)}
 
 
 def _spread(of_rows: Tensor, rows: Rows) -> Tensor:

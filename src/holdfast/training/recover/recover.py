@@ -47,6 +47,7 @@ from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.step_status import REMEMBERED_STEPS, PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
+from holdfast.training.engine.weights_digest import WeightsDigester
 from holdfast.training.objectives.registry import sum_names
 from holdfast.training.recover.recovery_agreement import (
     NO_STATE,
@@ -258,6 +259,11 @@ class GenerationEntry:
         self, session: TrainingSession, entries: list[dict[str, Any]], found: Agreement, kept: bool
     ) -> RecoveryResult:
         events = missing_events(entries, found, session.engine)
+        if self.config.train.digest_every:  # a rank that was lost did not report its part
+            digester = WeightsDigester(self.config, self.topology)
+            step = found.resolution.step
+            digest = digester.event(self.rank, step, session.engine.state()) if step else None
+            events += [] if digest is None else [digest]
         session.engine.history.unreported_step = 0
         self.timer.lap("events")
         return RecoveryResult(
