@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -68,7 +69,10 @@ def prepare(work: Path, steps: int) -> None:
 
 def train_centrally(work: Path, steps: int) -> None:
     """Train on the texts of all sites: as many steps, each with the samples of all sites."""
-    sources = [{"kind": "text", "path": str(work / "texts" / site), "weight": 1} for site in SITES]
+    sources = [
+        {"kind": "text", "path": str(work / "texts" / site), "name": site, "weight": 1}
+        for site in SITES
+    ]
     train(
         work / "site.yaml",
         work / "central",
@@ -115,22 +119,23 @@ class Federation:
 
     def __init__(self, work: Path) -> None:
         self.work, self.nodes = work, dict[str, subprocess.Popen[bytes]]()
+        self.programs = Path(sys.executable).parent  # Flower's; it looks for more of them itself
         self.environ = os.environ | {
             "FLWR_HOME": str(work / "flower"),
             "FLWR_TELEMETRY_ENABLED": "0",
+            "PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}",
         }
-        self.fleet, self.control = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_port()}"
         home = work / "flower"
         home.mkdir(exist_ok=True)
         (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.control}"\n'
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\n'
             "insecure = true\n"
         )
-        words = ("--fleet-api-address", self.fleet, "--control-api-address", self.control)
-        more = ("--port", str(free_port()), "--disable-runtime-dependency-installation")
-        self.link = self._start("flower-superlink", "superlink", *words, *more)
-        for address in (self.fleet, self.control):
-            wait_for("the SuperLink", lambda address=address: answers(address))
+        port = ("--port", self.address.partition(":")[2])
+        more = ("--disable-runtime-dependency-installation",)
+        self.link = self._start("flower-superlink", "superlink", *port, *more)
+        wait_for("the SuperLink", lambda: answers(self.address))
 
     def _start(self, program: str, name: str, *words: str) -> subprocess.Popen[bytes]:
         with (self.work / f"{name}.log").open("ab") as out:
@@ -139,7 +144,7 @@ class Federation:
 
     def join(self, site: str) -> None:
         """Start the SuperNode of a site."""
-        words = ("--superlink", self.fleet, "--port", str(free_port()))
+        words = ("--superlink", self.address, "--port", str(free_port()))
         config = ("--node-config", f'site="{site}"')
         self.nodes[site] = self._start("flower-supernode", f"site-{site}", *words, *config)
 

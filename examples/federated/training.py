@@ -25,7 +25,10 @@ def train(run_file: Path, folder: Path, **keys: Any) -> int:
     A training that is killed is started again, and continues from its checkpoint. The model lies
     in `folder`/model."""
     given = {"folder": str(folder / "run"), **{k.replace("__", "."): v for k, v in keys.items()}}
-    words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    words = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in given.items()
+    ]
     log = folder / "log"
     lost = 0
     while code := holdfast("train", run_file, *words, log=log):

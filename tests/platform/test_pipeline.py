@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+import holdfast
 from holdfast_platform.pipeline.file import KEYS
 from holdfast_platform.pipeline.stages import KINDS
 from tests.support.borders import unknown_entries
@@ -179,6 +180,43 @@ def test_the_exit_code_of_a_stage_is_passed_on(
     file = write_pipeline(tmp_path / "root", {"one": stage})
     assert here(capsys, "pipeline", "run", file).code == ends
     assert rows(capsys, file)["one"]["why"] == f"its last start ended with exit code {ends}"
+
+
+def test_hours_of_all_commands_are_limited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    words = ["python3", "-c", "import sys; open(sys.argv[1], 'w').write('{}')", "${out.x}"]
+    one = {"kind": "command", "command": words, "outputs": {"x": "report"}}
+    stages = {"one": one, "two": {**one, "command": [*words, "${one.x}"]}}
+    file = write_pipeline(root, stages, max_hours=1e-6)
+    spent = here(capsys, "pipeline", "run", file)
+    spent.refuses_last("max_hours is 1e-06", "raise max_hours", code=4)
+    assert [row["is_done"] for row in rows(capsys, file).values()] == [True, False]
+    here(capsys, "pipeline", "run", write_pipeline(root, stages, max_hours=1)).succeeds()
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_asked_to_leave_says_so_and_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = 400
+    train = {**TRAIN, "set": {"train.steps": steps, "train.evaluate.every": steps}}
+    file = write_pipeline(tmp_path / "root", {"base": train})
+    process = start("pipeline", "run", file)
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(file.parent.glob("stages/base/*/run/commits/*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.terminate()
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 75, out + err
+    assert "exit code 75" in rows(capsys, file)["base"]["why"]
+    apart("pipeline", "run", file, deadline=DEADLINE_S).succeeds()
+    (run,) = file.parent.glob("stages/base/*/run")
+    done = [r["step"] for r in holdfast.journal(run) if r["kind"] == "step_done"]
+    assert done == list(range(1, steps + 1)), "no step was done twice"
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -51,7 +51,7 @@ def compile_file(
         str, typer.Option(help="kubeflow: NAME:PATH, a PersistentVolumeClaim and its mount")
     ] = "",
     at: Annotated[
-        str, typer.Option(help="path of the pipeline file for the steps; none: as typed here")
+        str, typer.Option(help="path of the pipeline file for the steps; none: as it lies here")
     ] = "",
 ) -> None:
     """Write the pipeline for Kubeflow Pipelines, Airflow 3 or GitHub Actions.
@@ -75,7 +75,8 @@ def compile_file(
     name, colon, path = claim.partition(":")
     if claim and not (name and colon and path.startswith("/")):
         raise UserError(f"--claim is {claim!r}", where="command line", remedy="write NAME:/PATH")
-    text = TARGETS[to](pipeline, Target(at or str(file), image, name, path))
+    place = str(file if to == "github" else file.absolute())
+    text = TARGETS[to](pipeline, Target(at or place, image, name, path))
     if out is None:
         print(text, end="", flush=True)
     else:

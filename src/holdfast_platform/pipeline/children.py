@@ -70,7 +70,9 @@ class Children:
             for child in self._at_work:
                 child.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in ENDING_SIGNALS}
+        # One that our starter has ignored, as nohup does, stays ignored.
+        heard = [n for n in ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, forward) for number in heard}
         try:
             yield
         finally:

@@ -25,18 +25,19 @@ MANIFEST = "manifest.json"
 
 class Digests:
     """Digests of files and folders. A file whose size and time of change are as before is not read
-    again. file: where they are kept between starts."""
+    again. file: where they are kept between starts, if at all."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | None) -> None:
         self._file = file
         self._kept: dict[str, list[Any]] = {}
         try:
-            self._kept = parse_json(file.read_text("utf-8"))
+            self._kept = parse_json(file.read_text("utf-8")) if file else {}
         except (OSError, ValueError):  # none yet, or cut short: all is read again
             self._kept = {}
 
     def save(self) -> None:
-        replace_file(self._file, json.dumps(self._kept))
+        if self._file is not None:
+            replace_file(self._file, json.dumps(self._kept))
 
     def of_path(self, path: Path) -> str:
         """Return the digest of a file, or of the names and bytes of all files in a folder. Raises

@@ -31,24 +31,25 @@ from holdfast_platform.pipeline.stages import (
     kind_of_set_key,
     overrides,
 )
+from holdfast_platform.registry.gate import read_rules
 from holdfast_platform.search.file import read_search
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
+EXPANDED = ("model.from", "lora.from")  # keys that loading replaces by others
+UNKNOWN = "/result-of-a-later-stage"  # stands for a path that a stage has yet to make
+ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst")  # ends of tasks that are files
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
-EXPANDED = ("model.from", "lora.from")
-UNKNOWN = "/result-of-a-later-stage"
-"""Stands for a path that a stage has yet to make."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline file. stages: each after those that it refers to."""
+    """A pipeline file."""
 
     path: Path
     name: str
     folder: Path  # of all results
     max_hours: float | None  # of all commands together, every start counted; None: no limit
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]  # each after those that it refers to
 
     def stage(self, name: str) -> Stage:
         """Raises ConfigError."""
@@ -56,16 +57,18 @@ class Pipeline:
             if stage.name == name:
                 return stage
         names = [stage.name for stage in self.stages]
-        raise ConfigError(
-            f"there is no stage {name!r}", where=str(self.path), remedy=use_one_of(names, name)
-        )
+        raise _refusal(f"there is no stage {name!r}", str(self.path), use_one_of(names, name))
+
+
+def _refusal(what: str, where: str, remedy: str) -> ConfigError:
+    return ConfigError(what, where=where, remedy=remedy)
 
 
 def fill(value: Any, lookup: Callable[[str, str], str]) -> Any:
     """Return a value with each `${stage.result}` replaced by `lookup(stage, result)`."""
     if isinstance(value, str):
         return REFERENCE.sub(lambda found: lookup(*split(found[1])), value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [fill(each, lookup) for each in value]
     if isinstance(value, dict):
         return {key: fill(each, lookup) for key, each in value.items()}
@@ -79,132 +82,99 @@ def split(reference: str) -> tuple[str, str]:
 
 def references(value: Any, own: bool = False) -> Iterator[tuple[str, str]]:
     """Yield stage and result of each reference in a value; to the stage itself only with `own`."""
-    for text in _texts(value):
-        for found in REFERENCE.finditer(text):
-            stage, result = split(found[1])
-            if own or stage != OWN:
-                yield stage, result
-
-
-def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+        found = (split(each) for each in REFERENCE.findall(value))
+        yield from (each for each in found if own or each[0] != OWN)
+    elif isinstance(value, list | Mapping):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from references(inner, own)
 
 
 def read_pipeline(path: Path) -> Pipeline:
     """Read a file and check all of it that can be known before the start. Raises ConfigError."""
     value, lines = parse_file(read_text(path), str(path))
     if not isinstance(value, dict) or not isinstance(value.get("stages"), dict):
-        raise ConfigError(
-            "this names no stages",
-            where=str(path),
-            remedy="write 'stages:' and below it a stage such as 'pretrain: {kind: train, "
-            "run: run.yaml}'",
-        )
+        remedy = "write 'stages:' and below it 'pretrain: {kind: train, run: run.yaml}'"
+        raise _refusal("this names no stages", str(path), remedy)
     KEYS.check(value, str(path), ConfigError, "remove it, or correct its name")
     base = Path(os.path.abspath(path)).parent
     name = str(value.get("name") or path.stem)
-    places = {each: f"{path}:{lines['stages', each]}" for each in value["stages"]}
     stages = {
-        each: _read_stage(each, entry, places[each], base)
+        each: _read_stage(each, entry, f"{path}:{lines['stages', each]}", base)
         for each, entry in value["stages"].items()
     }
     for stage in stages.values():
         _check_references(stage, stages)
-    folder = base / expand_path(
-        str(value.get("folder") or "pipelines/{name}").replace("{name}", name)
-    )
-    hours = _max_hours(value.get("max_hours"), str(path))
-    pipeline = Pipeline(
-        path, name, Path(os.path.normpath(folder)), hours, _in_order(stages, places)
-    )
+    text = str(value.get("folder") or "pipelines/{name}").replace("{name}", name)
+    hours = value.get("max_hours")
+    if hours is not None and (type(hours) not in (int, float) or hours <= 0):
+        remedy = "write the hours that all stages together may take, or leave it out"
+        raise _refusal(f"max_hours is {hours!r}, and no number above 0", str(path), remedy)
+    folder = Path(os.path.normpath(base / expand_path(text)))
+    pipeline = Pipeline(path, name, folder, hours, _in_order(stages))
     for stage in pipeline.stages:
         _check_options(stage)
         check_run_file(stage, dict.fromkeys(references(stage.values), UNKNOWN))
     return pipeline
 
 
-def _max_hours(value: Any, where: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(
-            f"max_hours is {value!r}, and no number above 0",
-            where=where,
-            remedy="write the hours that all stages together may take, or leave it out",
-        )
-    return float(value)
-
-
 def _read_stage(name: str, entry: Any, where: str, base: Path) -> Stage:
     if not _NAME.fullmatch(name) or name == OWN:
-        raise ConfigError(
-            f"a stage cannot be called {name!r}",
-            where=where,
-            remedy="use small letters, digits, - and _, and another name than out",
-        )
+        remedy = "use small letters, digits, - and _, and another name than out"
+        raise _refusal(f"a stage cannot be called {name!r}", where, remedy)
     kind = str(entry.get("kind")) if isinstance(entry, dict) else ""
     if kind not in KINDS:
-        raise ConfigError(
-            f"the kind of stage {name} is {kind!r}",
-            where=where,
-            remedy=use_one_of(KINDS, str(kind)),
-        )
+        raise _refusal(f"the kind of stage {name} is {kind!r}", where, use_one_of(KINDS, kind))
     row = KINDS[kind]
-    row.keys.check(
-        entry, where, ConfigError, f"stage {name} takes {', '.join(sorted(row.keys.used))}"
-    )
+    row.keys.check(entry, where, ConfigError, f"{kind} takes {', '.join(sorted(row.keys.used))}")
     values = {key: value for key, value in entry.items() if key != "kind" and value is not None}
     if missing := [key for key in row.needs if key not in values]:
-        raise ConfigError(
-            f"stage {name} has no {missing[0]}", where=where, remedy=f"write {missing[0]}: ..."
-        )
-    outputs = dict(row.makes)
+        raise _refusal(f"stage {name} has no {missing[0]}", where, f"write {missing[0]}: ...")
+    for key in row.files:
+        if isinstance(values.get(key), list):
+            values[key] = [_file_at(base, each, key, where) for each in values[key]]
+        elif key in values:
+            values[key] = _file_at(base, values[key], key, where)
     if "search" in values:
-        values["search"] = str(base / expand_path(str(values["search"])))
         read_search(Path(values["search"]))
-    if kind == COMMAND:
-        outputs = _check_command(name, values, where, base)
-    elif "run" in values and "run" not in row.takes:
-        values["run"] = str(base / expand_path(str(values["run"])))
+    if "rules" in values:
+        read_rules(Path(values["rules"]))
+    if "registry" in values and ":" not in str(values["registry"]):
+        values["registry"] = str(base / expand_path(str(values["registry"])))
+    outputs = _check_command(name, values, where) if kind == COMMAND else row.makes
+    if "run" in values and "run" not in row.takes:
         _check_set(name, values, where)
     return Stage(name, kind, where, values, outputs)
 
 
-def _check_command(name: str, values: dict[str, Any], where: str, base: Path) -> dict[str, Kind]:
+def _file_at(base: Path, value: Any, key: str, where: str) -> str:
+    """Return the path of a file or folder that a stage reads. Raises ConfigError if it is missing.
+    A task that is no file stays a name."""
+    text = str(value)
+    if key == "tasks" and not text.endswith(ROWS):
+        return text
+    path = base / expand_path(text)
+    if key != "run" and not path.exists():  # reading a run file has its own sentences
+        remedy = "name a file that is there, from the pipeline file's folder"
+        raise _refusal(f"{key}: there is no {path}", where, remedy)
+    return str(path)
+
+
+def _check_command(name: str, values: dict[str, Any], where: str) -> dict[str, Kind]:
     """Check a stage of kind `command`; return its results by name. Raises ConfigError."""
-    words = values["command"]
+    words, outputs = values["command"], values["outputs"]
     if not isinstance(words, list) or not words:
-        raise ConfigError(
-            f"the command of stage {name} is no list of words",
-            where=where,
-            remedy='write command: [python, judge.py, "${out.scores}"]',
-        )
+        remedy = 'write command: [python, judge.py, "${out.scores}"]'
+        raise _refusal(f"the command of stage {name} is no list of words", where, remedy)
     values["command"] = [str(word) for word in words]
-    files = values.get("inputs", [])
-    values["inputs"] = [str(base / expand_path(str(each))) for each in files]
-    if missing := [each for each in values["inputs"] if not os.path.exists(each)]:
-        raise ConfigError(
-            f"inputs of stage {name}: there is no {missing[0]}",
-            where=where,
-            remedy="name files that are there, from the pipeline file's folder",
-        )
-    outputs = values["outputs"]
     kinds = [str(kind) for kind in Kind]
     if not isinstance(outputs, dict) or not outputs:
-        raise ConfigError(
-            f"stage {name} names no outputs", where=where, remedy="write outputs: {scores: report}"
-        )
+        remedy = "write outputs: {scores: report}"
+        raise _refusal(f"stage {name} names no outputs", where, remedy)
     for result, kind in outputs.items():
         if kind not in kinds or not _NAME.fullmatch(result):
-            raise ConfigError(
-                f"output {result!r} of stage {name} has the kind {kind!r}",
-                where=where,
-                remedy=use_one_of(kinds, str(kind)),
-            )
+            what = f"output {result!r} of stage {name} has the kind {kind!r}"
+            raise _refusal(what, where, use_one_of(kinds, str(kind)))
     return {result: Kind(kind) for result, kind in outputs.items()}
 
 
@@ -212,24 +182,15 @@ def _check_set(name: str, values: dict[str, Any], where: str) -> None:
     """Check what a stage sets in its run file. Raises ConfigError."""
     given = values.get("set", {})
     if not isinstance(given, dict):
-        raise ConfigError(
-            f"set of stage {name} is no list of keys",
-            where=where,
-            remedy="write set: {train.steps: 100}",
-        )
+        remedy = "write set: {train.steps: 100}"
+        raise _refusal(f"set of stage {name} is no list of keys", where, remedy)
     for key in given:
         if key in RESERVED:
-            raise ConfigError(
-                f"stage {name} sets {key}, which the pipeline chooses",
-                where=where,
-                remedy="leave it out; 'holdfast pipeline show' names the places of results",
-            )
+            remedy = "leave it out; 'holdfast pipeline show' names the places of results"
+            raise _refusal(f"stage {name} sets {key}, which the pipeline chooses", where, remedy)
         if key not in EXPANDED and field_at(as_path(key)) is None:
-            raise ConfigError(
-                f"stage {name} sets {key}, and a run file has no such key",
-                where=where,
-                remedy="see the keys with: holdfast config schema",
-            )
+            remedy = "see the keys with: holdfast config schema"
+            raise _refusal(f"stage {name} sets {key}, and no run file has it", where, remedy)
     if "from" in values:
         text, _ = parse_file(read_text(Path(values["run"])), values["run"])
         has_adapters = isinstance(text, dict) and bool(text.get("lora"))
@@ -240,63 +201,48 @@ def _check_references(stage: Stage, stages: Mapping[str, Stage]) -> None:
     """Raises ConfigError for a reference to what is not there, or of another kind."""
     row = KINDS[stage.kind]
     for key, value in stage.values.items():
-        inner = value.items() if key == "set" else [(key, value)]
-        for name, text in inner:
-            wanted = kind_of_set_key(name) if key == "set" else row.takes.get(key)
-            is_free = not is_holdfast(stage) and key == "command"
-            if isinstance(wanted, Kind) and key in row.takes and not list(references(text)):
-                raise ConfigError(
-                    f"{key} of stage {stage.name} is {text!r}, and no reference",
-                    where=stage.where,
-                    remedy=f"write {key}: ${{STAGE.{wanted}}}",
-                )
+        for name, text in value.items() if key == "set" else [(key, value)]:
+            wanted = kinds_of_set_key(name) if key == "set" else row.takes.get(key, ())
+            is_free = stage.kind == COMMAND and key == "command"
+            if key in row.takes and not REFERENCE.fullmatch(str(text)):
+                what = f"{key} of stage {stage.name} is {text!r}, and no reference"
+                raise _refusal(what, stage.where, f"write {key}: ${{STAGE.{wanted[0]}}}")
             for other, result in references(text, own=is_free):
                 found = _kind_of(stage, other, result, stages)
-                if not is_free and found is not wanted:
-                    takes = f"takes a {wanted}" if wanted else "takes no reference"
-                    raise ConfigError(
-                        f"{name} of stage {stage.name} {takes}, and ${{{other}.{result}}} is a "
-                        f"{found}",
-                        where=stage.where,
-                        remedy=f"name a stage that makes a {wanted}" if wanted else "write a value",
-                    )
+                if not is_free and found not in wanted:
+                    takes = f"takes a {' or '.join(wanted)}" if wanted else "takes no reference"
+                    what = f"{name} of stage {stage.name} {takes}, and ${{{other}.{result}}} is a"
+                    remedy = "name a stage that makes it" if wanted else "write a value"
+                    raise _refusal(f"{what} {found}", stage.where, remedy)
+
+
+def kinds_of_set_key(key: str) -> tuple[Kind, ...]:
+    kind = kind_of_set_key(key)
+    return () if kind is None else (kind,)
 
 
 def _kind_of(stage: Stage, other: str, result: str, stages: Mapping[str, Stage]) -> Kind:
-    where = stage.where
-    stages = {**stages, OWN: stage}
-    if other not in stages:
-        raise ConfigError(
-            f"stage {stage.name} refers to {other!r}, and there is no such stage",
-            where=where,
-            remedy=use_one_of([name for name in stages if name != OWN], other),
-        )
-    if result not in stages[other].outputs:
-        raise ConfigError(
-            f"stage {stage.name} refers to {other}.{result}, which {other} does not make",
-            where=where,
-            remedy=use_one_of([f"${{{other}.{each}}}" for each in stages[other].outputs]),
-        )
-    return stages[other].outputs[result]
+    among = {**stages, OWN: stage}
+    if other not in among:
+        what = f"stage {stage.name} refers to {other!r}, and there is no such stage"
+        raise _refusal(what, stage.where, use_one_of(stages, other))
+    if result not in among[other].outputs:
+        what = f"stage {stage.name} refers to {other}.{result}, which {other} does not make"
+        names = [f"${{{other}.{each}}}" for each in among[other].outputs]
+        raise _refusal(what, stage.where, use_one_of(names))
+    return among[other].outputs[result]
 
 
-def _in_order(stages: Mapping[str, Stage], places: Mapping[str, str]) -> tuple[Stage, ...]:
+def _in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     """Return the stages so that each follows what it refers to. Raises ConfigError for a circle."""
     out: dict[str, Stage] = {}
-    while len(out) < len(stages):
-        ready = (
-            stage
-            for stage in stages.values()
-            if stage.name not in out and all(other in out for other, _ in references(stage.values))
-        )
-        stage = next(ready, None)
-        if stage is None:
-            left = [name for name in stages if name not in out]
-            raise ConfigError(
-                f"stages {', '.join(left)} refer to each other in a circle",
-                where=places[left[0]],
-                remedy="remove one of the references",
-            )
+    while left := [stage for stage in stages.values() if stage.name not in out]:
+        needed = ({other for other, _ in references(stage.values)} for stage in left)
+        ready = (stage for stage, names in zip(left, needed, strict=True) if names <= out.keys())
+        if (stage := next(ready, None)) is None:
+            names = ", ".join(each.name for each in left)
+            what = f"stages {names} refer to each other in a circle"
+            raise _refusal(what, left[0].where, "remove one of the references")
         out[stage.name] = stage
     return tuple(out.values())
 
@@ -315,11 +261,8 @@ def _check_options(stage: Stage) -> None:
         problem = getattr(error, "format_message", None)
         if problem is None:
             raise
-        raise ConfigError(
-            f"stage {stage.name}: {problem().strip().rstrip('.')}",
-            where=stage.where,
-            remedy=f"see: holdfast {name} --help",
-        ) from None
+        what = f"stage {stage.name}: {problem().strip().rstrip('.')}"
+        raise _refusal(what, stage.where, f"see: holdfast {name} --help") from None
 
 
 def check_run_file(stage: Stage, paths: Mapping[tuple[str, str], str]) -> None:
@@ -327,14 +270,8 @@ def check_run_file(stage: Stage, paths: Mapping[tuple[str, str], str]) -> None:
     begins with the model of a later stage is read when that model is there. Raises ConfigError."""
     if "run" not in stage.values or "run" in KINDS[stage.kind].takes:
         return
-    waits = any(
-        found == UNKNOWN and kind_of_set_key(key) is Kind.MODEL
-        for key, value in {
-            **stage.values.get("set", {}),
-            "model.from": stage.values.get("from"),
-        }.items()
-        for found in (paths.get(each) for each in references(value))
-    )
-    if not waits:
+    given = {**stage.values.get("set", {}), "model.from": stage.values.get("from")}
+    models = (value for key, value in given.items() if kind_of_set_key(key) is Kind.MODEL)
+    if not any(paths[each] == UNKNOWN for each in references(list(models))):
         words = fill(overrides(stage), lambda other, result: paths[other, result])
         load_config(Path(stage.values["run"]), words)

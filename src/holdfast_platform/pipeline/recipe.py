@@ -14,6 +14,7 @@ from holdfast.config.loading.paths import FREE_PATHS
 from holdfast_platform.pipeline.digests import Digests, text_digest
 from holdfast_platform.pipeline.file import fill, references
 from holdfast_platform.pipeline.stages import KINDS, OWN, Stage, overrides
+from holdfast_platform.registry.gate import read_rules
 from holdfast_platform.search.file import overrides_of, read_search
 
 FORMAT = 1  # of recipes; another number makes each stage run again
@@ -47,15 +48,23 @@ def recipe_of(stage: Stage, results: Results, digests: Digests) -> dict[str, str
     out = {"kind": stage.kind, "format": str(FORMAT)}
     for other, result in references(stage.values):
         out[f"input {other}.{result}"] = results[other, result].digest
-    places = ("run", "inputs", "set", "from", "search")
+    row = KINDS[stage.kind]
+    places = ("run", "set", "from", *row.files)
     values = {key: value for key, value in stage.values.items() if key not in places}
     out |= {key: repr(fill(value, digest)) for key, value in values.items()}
-    for path in stage.values.get("inputs", []):
-        out[f"file {os.path.basename(path)}"] = digests.of_path(Path(path))
+    if stage.kind == "gate":
+        tasks = read_rules(Path(stage.values["rules"])).tasks
+        out |= {f"rows of {t.label}": digests.of_path(Path(t.path)) for t in tasks}
+    for key in row.files:
+        paths = stage.values.get(key, [])
+        for path in [paths] if isinstance(paths, str) else paths:
+            if key != "run":
+                name = os.path.basename(path)
+                is_there = os.path.exists(path)  # else the name of a task
+                out[f"{key} {name}"] = digests.of_path(Path(path)) if is_there else path
     if "search" in stage.values:
         search = read_search(Path(stage.values["search"]))
-        out["bytes of search"] = digests.of_path(search.path)
-        loaded = load_config(search.run, overrides_of(search.fixed))
+        loaded = load_config(Path(search.run), overrides_of(search.set))
         out |= _of_run_file(stage, loaded, lambda path: False, digests)
     if "run" in stage.values and "run" not in KINDS[stage.kind].takes:
         words = fill(overrides(stage), lambda other, result: results[other, result].path)

@@ -133,6 +133,7 @@ class PipelineRunner:
     def _run_locked(self, outlook: Outlook, lock: TextIO) -> int:
         stage, folder = outlook.stage, outlook.folder
         assert folder is not None
+        self._refuse_spent()
         check_run_file(stage, {key: result.path for key, result in self._results.items()})
         if not continues(stage):
             for name, kind in stage.outputs.items():
@@ -168,7 +169,6 @@ class PipelineRunner:
     ) -> tuple[Record, int]:
         """Run the command to its end; return the record with the time that it took, and the exit
         code. Raises OverBudgetError."""
-        self._refuse_spent()
 
         def place(other: str, result: str) -> str:
             if other == OWN and not result:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from holdfast.borders import Border
 from holdfast.wire.child_command import module_command
+from holdfast_platform.search.file import overrides_of
 
 LEFT_CODE = 75  # EX_TEMPFAIL of sysexits.h: asked to leave, and the same command continues
 COMMAND = "command"  # the kind whose words the file has
@@ -46,10 +46,11 @@ class StageKind:
     keys: Border
     needs: tuple[str, ...]  # keys that a stage must have
     makes: Mapping[str, Kind]  # by name; of a `command` its file says them
-    takes: Mapping[str, Kind]  # key -> kind of the only reference that fits
+    takes: Mapping[str, tuple[Kind, ...]]  # key -> kinds of the reference that it must be
     words: Callable[[Stage], list[str]]  # the command, with references; of `holdfast`, without it
     continues: bool = False  # a command that was killed continues in its folder
-    texts: tuple[str, ...] = field(default=())  # keys whose values are options of the command
+    texts: tuple[str, ...] = ()  # keys whose values are options of the command
+    files: tuple[str, ...] = ()  # keys with paths whose bytes are a part of the recipe
 
 
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
@@ -75,11 +76,7 @@ def overrides(stage: Stage) -> list[str]:
     values = dict(stage.values.get("set") or {})
     if "from" in stage.values:
         values[stage.values["from_key"]] = stage.values["from"]
-    return [f"{key}={as_word(value)}" for key, value in values.items()]
-
-
-def as_word(value: Any) -> str:
-    return value if isinstance(value, str) and "${" in value else json.dumps(value)
+    return overrides_of(values)
 
 
 def _prepare(stage: Stage) -> list[str]:
@@ -100,6 +97,17 @@ def _search(stage: Stage) -> list[str]:
     return ["search", stage.values["search"], "--folder", "${out}"]
 
 
+def _evaluate(stage: Stage) -> list[str]:
+    tasks = [word for task in stage.values["tasks"] for word in ("--tasks", str(task))]
+    own = ("--to", "${out.report}")
+    return ["evaluate", stage.values["model"], *tasks, *_options(stage), *own]
+
+
+def _gate(stage: Stage) -> list[str]:
+    places = (stage.values[key] for key in ("registry", "model", "rules"))
+    return module_command("holdfast_platform.pipeline.gate", *places, "${out.report}")
+
+
 def _options(stage: Stage) -> list[str]:
     out = []
     for key in KINDS[stage.kind].texts:
@@ -114,18 +122,15 @@ TRAINED = StageKind(
     Border("train of a pipeline", frozenset(_RUN_KEYS)),
     ("run",),
     {"run": Kind.RUN},
-    {"from": Kind.MODEL},
+    {"from": (Kind.MODEL,)},
     _train,
     continues=True,
+    files=("run",),
 )
 KINDS: Mapping[str, StageKind] = {
-    "prepare": StageKind(
-        TRAINED.keys, ("run",), {"dataset": Kind.DATASET}, TRAINED.takes, _prepare, continues=True
-    ),
+    "prepare": replace(TRAINED, makes={"dataset": Kind.DATASET}, words=_prepare),
     "train": TRAINED,
-    "tune": StageKind(
-        TRAINED.keys, ("run", "from"), TRAINED.makes, TRAINED.takes, _train, continues=True
-    ),
+    "tune": replace(TRAINED, needs=("run", "from")),
     "search": StageKind(
         Border("search of a pipeline", frozenset(("kind", "search"))),
         ("search",),
@@ -133,14 +138,32 @@ KINDS: Mapping[str, StageKind] = {
         {},
         _search,
         continues=True,
+        files=("search",),
     ),
     "export": StageKind(
         Border("export of a pipeline", frozenset(("kind", "run", *_EXPORT))),
         ("run",),
         {"model": Kind.MODEL},
-        {"run": Kind.RUN},
+        {"run": (Kind.RUN,)},
         _export,
         texts=_EXPORT,
+    ),
+    "evaluate": StageKind(
+        Border("evaluate of a pipeline", frozenset(("kind", "model", "tasks", "limit", "shots"))),
+        ("model", "tasks"),
+        {"report": Kind.REPORT},
+        {"model": (Kind.RUN, Kind.MODEL)},
+        _evaluate,
+        texts=("limit", "shots"),
+        files=("tasks",),
+    ),
+    "gate": StageKind(
+        Border("gate of a pipeline", frozenset(("kind", "model", "registry", "rules"))),
+        ("model", "registry", "rules"),
+        {"report": Kind.REPORT},
+        {"model": (Kind.MODEL,)},
+        _gate,
+        files=("rules",),
     ),
     COMMAND: StageKind(
         Border(
@@ -151,13 +174,14 @@ KINDS: Mapping[str, StageKind] = {
         {},
         {},
         lambda stage: list(stage.values["command"]),
+        files=("inputs",),
     ),
 }
 
 
 def is_holdfast(stage: Stage) -> bool:
-    """Return True if a stage calls `holdfast`."""
-    return stage.kind != COMMAND
+    """Return True if the command of a stage is one of `holdfast`."""
+    return stage.kind not in (COMMAND, "gate")
 
 
 def command_of(stage: Stage) -> list[str]:

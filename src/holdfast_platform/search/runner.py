@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,20 +20,17 @@ from holdfast_platform.pipeline.state import LOOK_S, locked, try_lock
 from holdfast_platform.search.file import Search
 from holdfast_platform.search.suggest import pruned_at, require_optuna, suggest
 from holdfast_platform.search.trial import (
-    Say,
     State,
     Trial,
-    branch_words,
+    common_words,
     evaluations,
     failure_of,
-    prepare_words,
-    train_branch_words,
-    train_words,
-    trunk_words,
+    words_of,
 )
 
 IDENTITY, REPORT, BEST = "search.json", "report.json", "run"
 READ_S = 2.0  # between two looks at the evaluations of a trial at work
+Say = Callable[[str], None]
 MAX_STARTS_WITHOUT_PROGRESS = 3
 STOPS_ALL = (2, 4)  # refused, over budget: a person has to change something
 
@@ -69,9 +66,9 @@ class SearchRunner:
     def run(self) -> int:
         """Run what is not done; return the exit code. Raises UserError."""
         require_optuna()
-        self._search.folder.mkdir(parents=True, exist_ok=True)
+        self._search.place.mkdir(parents=True, exist_ok=True)
         self._refuse_other_search()
-        lock_of = locked(self._search.folder, self._say, lambda: bool(self._children.asked))
+        lock_of = locked(self._search.place, self._say, lambda: bool(self._children.asked))
         with self._stack, self._children.forward_signals(), lock_of as lock:
             if lock is None:
                 return LEFT_CODE
@@ -85,31 +82,26 @@ class SearchRunner:
         return code
 
     def _refuse_other_search(self) -> None:
-        file, mine = self._search.folder / IDENTITY, self._search.identity
+        file, mine = self._search.place / IDENTITY, self._search.identity
         if not file.exists():
             replace_file(file, mine)
         elif file.read_text("utf-8") != mine:
             raise ConfigError(
-                "the trials in this folder belong to another search: keys other than trials differ",
-                where=str(self._search.folder),
+                "the trials in this folder belong to another search: a key other than trials "
+                "differs, or one of the run file",
+                where=str(self._search.place),
                 remedy="name another folder in the search file",
             )
 
     def _place(self, number: int) -> Path:
-        return self._search.folder / f"trials/{number:04}"
+        return self._search.place / f"trials/{number:04}"
 
     def _begin_together(self, lock: TextIO) -> int:
         """Do what all trials have in common; return the exit code."""
-        log = self._search.folder / "common.log"
-        commands = {"preparing the dataset of all trials": prepare_words(self._search)}
-        if self._search.branch_at:
-            what = f"training the {self._search.branch_at} steps that all trials have in common"
-            commands[what] = trunk_words(self._search, self._trunk)
-        for what, words in commands.items():
-            if not words:
-                continue
+        log = self._search.place / "common.log"
+        for what, words in common_words(self._search, self._trunk).items():
             self._say(what)
-            child = self._children.start(words, lock, self._search.run.parent, log)
+            child = self._children.start(words, lock, Path(self._search.run).parent, log)
             if code := shell_code(child.wait()):
                 self._say(f"{what} ended with exit code {code}; see {log}")
                 is_left = self._children.asked and code in LEFT_CODES
@@ -118,7 +110,7 @@ class SearchRunner:
 
     @property
     def _trunk(self) -> Path:
-        return self._search.folder / "trunk"
+        return self._search.place / "trunk"
 
     def _run_trials(self) -> int:
         while True:
@@ -215,18 +207,12 @@ class SearchRunner:
 
     def _start(self, running: _Running, place: Path) -> None:
         search, run, trial = self._search, place / "run", running.trial
-        if not search.branch_at:
-            words = train_words(search, run, trial.parameters)
-        elif run.exists():
-            words = train_branch_words(run)
-        else:
-            words = branch_words(search, self._trunk, run, trial.parameters)
+        words = words_of(search, self._trunk, run, trial.parameters)
         running.is_making = bool(search.branch_at) and not run.exists()
         running.trial = replace(trial, starts=trial.starts + 1)
         running.trial.write(place)
-        running.process = self._children.start(
-            words, running.lock, search.run.parent, place / "log"
-        )
+        log, folder = place / "log", Path(search.run).parent
+        running.process = self._children.start(words, running.lock, folder, log)
 
     def _finish(self, running: _Running, state: State, values: dict[int, float]) -> int:
         value = values[max(values)] if values else None
@@ -249,8 +235,8 @@ class SearchRunner:
         best = best_of(self._search, list(self._trials.values()))
         rows = [asdict(self._trials[number]) for number in sorted(self._trials)]
         report = {"best": best.number, "metric": self._search.metric, "trials": rows}
-        replace_file(self._search.folder / REPORT, json.dumps(report, indent=1) + "\n")
-        link = self._search.folder / BEST
+        replace_file(self._search.place / REPORT, json.dumps(report, indent=1) + "\n")
+        link = self._search.place / BEST
         made = link.with_name(f".{BEST}")
         made.unlink(missing_ok=True)
         made.symlink_to(self._place(best.number).relative_to(link.parent) / "run")
@@ -268,7 +254,7 @@ def best_of(search: Search, trials: Sequence[Trial]) -> Trial:
     if not complete:
         raise RunFolderError(
             "no trial is complete",
-            where=str(search.folder),
+            where=search.folder,
             remedy="use a space whose runs do not fail, in another folder",
         )
     return min(complete, key=lambda trial: (sign * (trial.value or 0.0), trial.number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,6 +23,7 @@ from holdfast_platform.pipeline.stages import LEFT_CODE
 from holdfast_platform.search.file import Search, overrides_of
 
 RECORD = "trial.json"
+HOLDFAST = "holdfast.cli.main"
 
 
 class State(StrEnum):
@@ -103,38 +104,34 @@ def failure_of(run: Path) -> str:
     return last.reason if isinstance(last, RunFailed) and is_numeric else ""
 
 
-def prepare_words(search: Search) -> list[str]:
-    """Return the command that prepares the dataset of all trials; none if each has its own."""
-    if search.has_own_data or search.has_datasets:
-        return []
-    words = overrides_of(search.fixed)
-    return module_command("holdfast.cli.main", "data", "prepare", str(search.run), *words)
-
-
 def train_words(search: Search, run: Path, values: Mapping[str, Any]) -> list[str]:
     """Return the command that trains a run with these values of keys."""
-    own = {**search.fixed, **values, "folder": str(run), "cluster.left_exit_code": LEFT_CODE}
+    own = {**search.set, **values, "folder": str(run), "cluster.left_exit_code": LEFT_CODE}
     if search.has_datasets:
         own["data.folder"] = str(run.with_name("dataset"))
-    return module_command("holdfast.cli.main", "train", str(search.run), *overrides_of(own))
+    return module_command(HOLDFAST, "train", search.run, *overrides_of(own))
 
 
-def trunk_words(search: Search, run: Path) -> list[str]:
-    """Return the command that trains the steps which all trials have in common."""
-    length = {"train.steps": search.branch_at, "train.schedule.steps": search.steps}
-    return train_words(search, run, length)
+def common_words(search: Search, trunk: Path) -> dict[str, list[str]]:
+    """Return what the commands do that all trials have in common, with their words."""
+    out = {}
+    if not search.config.has_own_data and not search.has_datasets:
+        words = ("data", "prepare", search.run, *overrides_of(search.set))
+        out["preparing the dataset of all trials"] = module_command(HOLDFAST, *words)
+    if at := search.branch_at:
+        length = {"train.steps": at, "train.schedule.steps": search.config.train.schedule_steps}
+        words_of_trunk = train_words(search, trunk, length)
+        out[f"training the {at} steps that all trials have in common"] = words_of_trunk
+    return out
 
 
-def branch_words(search: Search, trunk: Path, run: Path, values: Mapping[str, Any]) -> list[str]:
-    """Return the command that makes a trial's run folder from the trunk."""
+def words_of(search: Search, trunk: Path, run: Path, values: Mapping[str, Any]) -> list[str]:
+    """Return the next command of a trial: it trains, or makes the run folder of a branch."""
+    if not search.branch_at:
+        return train_words(search, run, values)
+    if run.exists():
+        own = overrides_of({"cluster.left_exit_code": LEFT_CODE})
+        return module_command(HOLDFAST, "train", str(run / "run.yaml"), *own)
     keys = overrides_of({**values, "train.steps": search.steps})
     at = ("--at", str(search.branch_at), "--to", str(run))
-    return module_command("holdfast.cli.main", "branch", str(trunk), *at, *keys)
-
-
-def train_branch_words(run: Path) -> list[str]:
-    own = overrides_of({"cluster.left_exit_code": LEFT_CODE})
-    return module_command("holdfast.cli.main", "train", str(run / "run.yaml"), *own)
-
-
-Say = Callable[[str], None]
+    return module_command(HOLDFAST, "branch", str(trunk), *at, *keys)
