@@ -35,7 +35,7 @@ from holdfast_platform.registry.gate import read_rules
 from holdfast_platform.search.file import read_search
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
-EXPANDED = ("model.from", "lora.from")  # keys that loading replaces by others
+EXPANDED = ("model.from", "lora.from")  # keys that loading replaces
 UNKNOWN = "/result-of-a-later-stage"  # stands for a path that a stage has yet to make
 ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst")  # ends of tasks that are files
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
@@ -164,7 +164,7 @@ def _check_command(name: str, values: dict[str, Any], where: str) -> dict[str, K
     """Check a stage of kind `command`; return its results by name. Raises ConfigError."""
     words, outputs = values["command"], values["outputs"]
     if not isinstance(words, list) or not words:
-        remedy = 'write command: [python, judge.py, "${out.scores}"]'
+        remedy = "write command: [python, judge.py]"
         raise _refusal(f"the command of stage {name} is no list of words", where, remedy)
     values["command"] = [str(word) for word in words]
     kinds = [str(kind) for kind in Kind]

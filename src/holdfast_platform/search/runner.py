@@ -101,8 +101,13 @@ class SearchRunner:
         log = self._search.place / "common.log"
         for what, words in common_words(self._search, self._trunk).items():
             self._say(what)
-            child = self._children.start(words, lock, Path(self._search.run).parent, log)
-            if code := shell_code(child.wait()):
+            for _ in range(1 + MAX_STARTS_WITHOUT_PROGRESS):
+                child = self._children.start(words, lock, Path(self._search.run).parent, log)
+                code = shell_code(child.wait())
+                if code in (0, *STOPS_ALL) or self._children.asked:
+                    break
+                self._say(f"{what} was lost (exit code {code}); it continues")
+            if code:
                 self._say(f"{what} ended with exit code {code}; see {log}")
                 is_left = self._children.asked and code in LEFT_CODES
                 return LEFT_CODE if is_left else code
