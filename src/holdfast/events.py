@@ -566,6 +566,7 @@ class RoleExited(Event, kind="role_exited"):
     name: str
     node: str
     exit_code: int  # below 0: the signal that killed it
+    tokens: int | None = None  # that an actor drew and had not handed in; None: not known
 
 
 class CompletionsShown(Event, kind="completions"):

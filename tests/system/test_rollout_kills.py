@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from holdfast.events import RoleExited
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import within
 from tests.support.rollout_run import RolloutRun, write_run_file, write_teacher
@@ -88,6 +94,36 @@ def test_a_student_learns_from_a_teacher_of_its_completions(tmp_path: Path, lag:
     print(f"lag {lag}: {dict(killed.killed)}, agents after steps {killed.resumed_from}")
     assert sum(killed.killed.values()) == KILLS, "it was over before all kills: raise the steps"
     _expect_same(alone, killed, steps)
+
+
+@pytest.mark.slow
+def test_a_killed_actor_loses_less_than_one_completion(tmp_path: Path) -> None:
+    """With four completions under way. The tokens that it lost are counted, and the next actor
+    continues from those that it had handed in."""
+    length = 400
+    settings = (f"rollout.max_tokens={length}", "rollout.slots=4", "train.steps=2")
+    settings += (f"data.sequence_length={length + 8}", f"model.max_position={length + 64}")
+    run_file = write_run_file(tmp_path)
+    alone = RolloutRun(run_file, tmp_path / "alone", settings)
+    alone.finish()
+    killed = RolloutRun(run_file, tmp_path / "killed", settings)
+    killed.start()
+    chooser, seen = random.Random(3), set[int]()
+    assert killed.process is not None
+    while killed.process.poll() is None and len(seen) < 12:
+        fresh = [pid for pid in killed.pids("actor") if pid not in seen]
+        if fresh:
+            time.sleep(chooser.uniform(0.5, 1.5))
+            with suppress(ProcessLookupError):
+                os.kill(fresh[0], signal.SIGKILL)
+            seen.add(fresh[0])
+    killed.finish()
+    _expect_same(alone, killed, 2)
+    events = [record.event for record in read_journal(FolderStore(killed.folder))]
+    lost = [event.tokens for event in events if isinstance(event, RoleExited)]
+    print(f"tokens lost with each actor: {lost}")
+    assert all(0 <= (tokens or 0) <= length for tokens in lost)
+    assert any(lost)
 
 
 def _expect_same(alone: RolloutRun, killed: RolloutRun, steps: int) -> None:

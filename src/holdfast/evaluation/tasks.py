@@ -73,7 +73,7 @@ class TaskRows:
         self._is_text = task.text in first and task.prompt not in first
         self._has_choices = task.choices in first and not self._is_text
         entry = task.model_copy(update={"prompt": task.text}) if self._is_text else task
-        all_rows = read_prompts([entry], model.texts.data, self._where)
+        all_rows = read_prompts([entry], model.texts.data, key=self._where)
         self._rows: Prompts = Prompts(list(all_rows)[: task.limit or len(all_rows)])
         if not self._is_text and (odd := next((p for p in self._rows if not p.answer), None)):
             raise DataError(
@@ -176,7 +176,7 @@ class TaskRows:
         ids = [prompt.ids for prompt in self._rows]
         with Rewards([rule]) as rewards:
             for number, tokens in self._model.replies(ids, task.max_tokens):
-                text = self._model.text_of(tokens)
+                text = str(self._model.texts.tokenizer.decode(tokens))  # as scorers of a run do
                 (value,) = rewards.rate(self._rows[number], text, tokens)
                 items[number] = _Item(value, reply=text)
         return [items[number] for number in range(len(items))]

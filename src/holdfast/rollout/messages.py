@@ -53,6 +53,15 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The first tokens of a completion that is under way."""
+
+    key: CompletionKey
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an actor generated."""
 

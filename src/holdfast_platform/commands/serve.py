@@ -123,7 +123,7 @@ class DriftWatch:
 
         self._served, self._command, self._finding = served, command, finding
         entry = PromptsConfig(path=str(rows))
-        prompts = read_prompts([entry], served.model.texts.data, "--drift")
+        prompts = read_prompts([entry], served.model.texts.data, key="--drift")
         losses = [self._loss(prompt.ids) for prompt in prompts if len(prompt.ids) > 1]
         if len(losses) < 20:
             raise ConfigError(

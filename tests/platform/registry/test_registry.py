@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from holdfast.evaluation.results import TaskResult
+from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
 from holdfast_platform.registry.gate import bootstrap
 from holdfast_platform.registry.registry import State, StoreRegistry
+from tests.support import s3
 from tests.support.commands import WORDS, Outcome, here, within, write_run_file
 
 
@@ -100,20 +102,33 @@ def test_equal_models_are_called_worse_as_often_as_stated() -> None:
     assert 0.005 <= worse / trials <= 0.05  # 2.5 % at each side
 
 
-def test_writers_at_the_same_time_lose_no_entry(tmp_path: Path) -> None:
-    def promote(version: int) -> None:
-        registry = StoreRegistry(FolderStore(tmp_path))
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_writers_at_the_same_time_lose_no_entry(tmp_path: Path, place: str) -> None:
+    where = str(tmp_path / "kept") if place == "folder" else s3.location(s3.server())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+
+    def write(number: int) -> None:
+        registry = StoreRegistry(open_store(where))
+        registry.add(tmp_path / "model", {"folder": str(number)})
 
         def decide(state: State) -> dict[str, object]:
-            return {"kind": "promote", "version": version, "replaces": state.current}
+            return {"kind": "promote", "version": number, "replaces": state.current}
 
-        for _ in range(5):
+        for _ in range(3):
             registry.record(decide)
 
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(promote, range(6)))
-    keys = FolderStore(tmp_path).list("index/")
-    entries = [json.loads((tmp_path / key).read_bytes()) for key in keys]
-    assert len(entries) == 30
-    before = [None, *(entry["version"] for entry in entries)]
-    assert [entry["replaces"] for entry in entries] == before[:-1]  # each has seen the one before
+        list(pool.map(write, range(1, 7)))
+    store = open_store(where)
+    entries = [json.loads(store.get(key)) for key in store.list("index/")]
+    state = StoreRegistry(store).state()
+    assert sorted(v["source"]["folder"] for v in state.versions.values()) == list("123456")
+    assert sorted(state.versions) == [1, 2, 3, 4, 5, 6]
+    promotions = [entry for entry in entries if entry["kind"] == "promote"]
+    assert len(promotions) == 18
+    before = [None, *(entry["version"] for entry in promotions)]
+    assert [entry["replaces"] for entry in promotions] == before[:-1]  # it has seen the last one
+    StoreRegistry(store).fetch(3, tmp_path / "fetched")
+    assert (tmp_path / "fetched/config.json").read_text() == "{}"

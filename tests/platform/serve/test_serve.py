@@ -84,10 +84,11 @@ def served(root: Path) -> Iterator[tuple[str, Path]]:
     command = f"echo $HOLDFAST_DRIFT > {root}/ran"
     process = start("serve", root / "run", *words, "--on-drift", command)
     assert process.stderr is not None
-    found = None
+    found, said = None, []
     while found is None:
         line = process.stderr.readline()
-        assert line, "the server ended"
+        said.append(line)
+        assert line, said
         found = re.search(r"http://\S+/v1", line)
     yield found[0], finding
     process.send_signal(signal.SIGINT)

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.config.sections.evaluate import EvaluationTask
+from holdfast.evaluation.model import open_model
+from holdfast.evaluation.tasks import evaluate_tasks
 from holdfast.export.texts import open_folder
+from holdfast.tasks.transformers.huggingface_export import OpenCausalLM
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import here, within, write_run_file
@@ -94,6 +98,19 @@ def _greedy(tokens: int) -> Any:
     from holdfast.export.texts import Sampling
 
     return Sampling(tokens, temperature=0)
+
+
+def test_a_model_of_transformers_gets_the_same(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_rows(tmp_path)
+    tasks = [EvaluationTask(path=str(tmp_path / f"{name}.jsonl"), max_tokens=9) for name in ROWS]
+    ours = open_model(folders[1], None, None, print)
+    theirs = open_model(folders[1], None, None, print)
+    theirs.texts.model = OpenCausalLM(AutoModelForCausalLM.from_pretrained(folders[1]))
+    for one, other in zip(*(evaluate_tasks(m, tasks, print) for m in (ours, theirs)), strict=True):
+        assert one.score == pytest.approx(other.score, rel=1e-6)
+        assert one.replies == other.replies
 
 
 def test_results_are_kept_once_and_a_late_one_costs_the_run_no_time(

@@ -21,7 +21,7 @@ from holdfast.model.generate import generate
 from holdfast.model.lora import merged
 from holdfast.rollout.decode.policy import PolicyDecoder
 from holdfast.rollout.decode.threads import serial_kernels
-from holdfast.rollout.messages import Completion, CompletionKey, CompletionRequest, Sampling
+from holdfast.rollout.messages import Begun, Completion, CompletionKey, CompletionRequest, Sampling
 from tests.support.models import config, lively
 
 CPU = torch.device("cpu")
@@ -119,6 +119,19 @@ def test_bits_depend_on_the_request_alone(
         wrong = [each.key for each in made if each != wanted[each.key]]
         assert not wrong, f"{slots} slots: {len(wrong)} completions differ"
     assert {each.finish for each in wanted.values()} == {"stop", "length"}
+    taken = make(2)  # it continues what others began, next to a text of its own
+    for each in asked:
+        whole = wanted[each.key]
+        if len(whole.tokens) < 2:
+            continue
+        cut = random.Random(str(each.key)).randrange(1, len(whole.tokens))
+        begun = Begun(each.key, whole.tokens[:cut], whole.logps[:cut])
+        taken.cancel()
+        assert taken.start(each, 5, begun) is None
+        taken.start(replace(each, sampling=replace(each.sampling, max_tokens=40)), 9)
+        assert begun in taken.begun()
+        ended = [one for _ in range(40) for one in taken.step()]
+        assert whole in ended, f"{each.key} continues from {cut} tokens"
     assert set(make(8).generate(asked, run_seed=6)) != set(wanted.values())
 
 

@@ -124,8 +124,8 @@ class ObjectiveConfig(Section):
 
     kind: Never[Kind] = "next_token"
     """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; distill, from a
-    teacher's likeliest tokens, with rollout on the student's own completions; policy gradients:
-    grpo, rloo, ppo"""
+    teacher's likeliest tokens, with rollout after the student's own. Policy gradients: grpo, rloo,
+    ppo"""
     beta: Branch[float | None] = Field(None, ge=0)
     """dpo, ipo, kto: strength of the pull to the reference (0.1). simpo: scale of rewards (2.0).
     orpo: weight of the odds ratio (0.1). distill: 0 is the forward KL, 1 the reverse one (0).

@@ -53,7 +53,7 @@ class RolloutConfig(Section):
     scorers: InPlace[int] = Field(1, ge=0, le=1024)
     """processes of each node that rate completions; 0: the trainers rate them"""
     slots: InPlace[int] = Field(1, ge=1, le=4096)
-    """completions that one actor generates at a time. A killed actor loses what it has of them"""
+    """completions that one actor generates at a time"""
     server: ServerConfig = ServerConfig()
     show_every: InPlace[int] = Field(10, ge=0)
     """steps between two groups of completions that the journal and the report show; 0: none"""

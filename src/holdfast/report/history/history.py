@@ -24,6 +24,7 @@ from holdfast.events import (
     GenerationStarted,
     MemoryUsed,
     Record,
+    RoleExited,
     RunBranched,
     RunFailed,
     RunFinished,
@@ -181,6 +182,12 @@ class History:
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
     completions: tuple[CompletionsShown, ...] = ()  # examples, by step
     tasks: tuple[TaskEvaluated, ...] = ()  # by task and step
+    roles_lost: tuple[RoleExited, ...] = ()  # processes of actors and scorers
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that lost actors had drawn and not handed in, as far as they are known."""
+        return sum(each.tokens or 0 for each in self.roles_lost)
 
     @property
     def metrics(self) -> tuple[MetricSummary, ...]:
@@ -332,6 +339,7 @@ class _HistoryBuilder:
     plan: PlanBook = field(default_factory=PlanBook)
     completions: dict[int, CompletionsShown] = field(default_factory=dict)  # by step
     tasks: dict[tuple[str, int], TaskEvaluated] = field(default_factory=dict)
+    roles_lost: list[RoleExited] = field(default_factory=list)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -384,6 +392,8 @@ class _HistoryBuilder:
                 self.completions[event.step] = event
             if isinstance(event, TaskEvaluated) and counts:
                 self.tasks[event.task, event.step] = event
+            if isinstance(event, RoleExited):
+                self.roles_lost.append(event)
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -502,4 +512,5 @@ class _HistoryBuilder:
             morphs=self.plan.morphs(),
             completions=tuple(self.completions[s] for s in sorted(self.completions)),
             tasks=tuple(self.tasks[key] for key in sorted(self.tasks)),
+            roles_lost=tuple(self.roles_lost),
         )

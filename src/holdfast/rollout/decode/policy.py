@@ -29,7 +29,7 @@ from holdfast.model.lora import adapters_off, add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
 from holdfast.rollout.decode.source import CompletionSource
 from holdfast.rollout.decode.threads import serial_kernels
-from holdfast.rollout.messages import Completion, CompletionRequest, Finish, Sampling
+from holdfast.rollout.messages import Begun, Completion, CompletionRequest, Finish, Sampling
 
 PREFILL = 32  # tokens of a prompt that are read together
 _VECTOR = 64  # elements that a kernel may compute in another way at a tensor's end
@@ -127,9 +127,12 @@ class PolicyDecoder(CompletionSource):
             slot.request = None
 
     @torch.inference_mode()
-    def start(self, request: CompletionRequest, run_seed: int) -> Completion | None:
+    def start(
+        self, request: CompletionRequest, run_seed: int, begun: Begun | None = None
+    ) -> Completion | None:
         """Read the prompt into a free slot and draw the first token. Return the completion if it
-        has ended. Raises UserError for a request that cannot be generated."""
+        has ended. begun: tokens that another decoder drew, from which this one continues. Raises
+        UserError for a request that cannot be generated."""
         self._refuse(request)
         free = [number for number, slot in enumerate(self._slots) if slot.request is None]
         same = [number for number, slot in enumerate(self._slots) if slot.prompt == request.prompt]
@@ -146,7 +149,25 @@ class PolicyDecoder(CompletionSource):
         slot.request, slot.run_seed = request, run_seed
         slot.tokens, slot.logps, slot.position = [], [], len(request.prompt)
         assert slot.first_logits is not None
+        if begun is not None and begun.tokens:
+            slot.tokens, slot.logps = list(begun.tokens), list(begun.logps)
+            slot.next_token, slot.position = slot.tokens[-1], slot.position + len(slot.tokens) - 1
+            self._read_again(number, len(request.prompt), slot.tokens[:-1])
+            return None
         return next(iter(self._draw([slot], slot.first_logits)), None)
+
+    def begun(self) -> list[Begun]:
+        """Return what there is of each completion under way."""
+        return [
+            Begun(slot.request.key, tuple(slot.tokens), tuple(slot.logps))
+            for slot in self._slots
+            if slot.request is not None
+        ]
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of all completions under way."""
+        return sum(len(slot.tokens) for slot in self._slots if slot.request is not None)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -256,6 +277,20 @@ class PolicyDecoder(CompletionSource):
         last = hidden[(len(prompt) - 1) % PREFILL]
         # A fixed number of equal rows: the product of one row has other bits on other devices.
         return self._model.unembed(last.expand(self._rows, -1))[:1].float().cpu()
+
+    def _read_again(self, number: int, start: int, tokens: Sequence[int]) -> None:
+        """Read tokens of a completion, the first one at place `start`, as `step` has read them: in
+        products of the same shape, whose rows are tokens of one text instead of one of each."""
+        caches, rest = self._tiles[number // TILE], [0] * (self._rows - TILE)
+        slots = torch.full((TILE,), number % TILE, device=self._device)
+        with serial_kernels():
+            for first in range(0, len(tokens), TILE):
+                # The last token fills the rest of a tile: it writes the same keys again.
+                at = [min(first + row, len(tokens) - 1) for row in range(TILE)]
+                read = torch.tensor([tokens[one] for one in at] + rest, device=self._device)
+                positions = torch.tensor(at, device=self._device)[:, None] + start
+                place = Place(slots, positions, (start + at[-1]) // BLOCK + 1)
+                self._hidden(caches, read[:, None], place)
 
     def _chunks(
         self, caches: Sequence[TileCache], row: int, text: Sequence[int]

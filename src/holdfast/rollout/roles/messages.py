@@ -67,6 +67,15 @@ class Made(JsonRow):
 
 
 @dataclass(frozen=True)
+class Part(JsonRow):
+    """The first tokens of a `Wanted`, from which any actor can continue."""
+
+    wanted: Wanted
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Scored(JsonRow):
     """What a scorer made of a `Made`."""
 
@@ -117,7 +126,7 @@ class TrainerReply(JsonMessage):
 class RoleReport(JsonMessage):
     """A sign of life of an actor or a scorer: what it has done, and what it could do."""
 
-    absent_if_default = frozenset({"made", "scored", "failure", "stands_in"})
+    absent_if_default = frozenset({"made", "scored", "failure", "stands_in", "begun"})
     role: str  # `Role`
     name: str
     queue: str  # the queue that it knows; another one has lost what was handed in
@@ -129,18 +138,20 @@ class RoleReport(JsonMessage):
     failure: str = ""  # why a completion cannot be rated
     wait: float = 0.0  # seconds until an answer without news
     stands_in: bool = False  # a trainer does the work of a role that is missing
+    begun: tuple[Part, ...] = ()  # of leases: another actor continues from them
 
 
 @dataclass(frozen=True)
 class RoleOrders(JsonMessage):
     """Leases for an actor or a scorer."""
 
-    absent_if_default = frozenset({"moved"})
+    absent_if_default = frozenset({"moved", "begun"})
     queue: str = ""
     step: int = 0  # results of older steps are needed no more
     wanted: tuple[Wanted, ...] = ()  # to generate
     made: tuple[Made, ...] = ()  # to rate
     policies: tuple[PolicyPart, ...] = ()  # where the policies of `wanted` lie
+    begun: tuple[Part, ...] = ()  # of `wanted`: what an actor had that was lost
     moved: str = ""  # as in `TrainerReply`
 
 
@@ -148,9 +159,12 @@ class RoleOrders(JsonMessage):
 class RoleLost(JsonMessage):
     """An actor or a scorer has exited, says the process that started it."""
 
+    absent_if_default = frozenset({"tokens"})
+
     name: str
     node: str
     exit_code: int  # below 0: the signal that killed it
+    tokens: int | None = None  # that it drew and had not handed in; None: not known
 
 
 @dataclass(frozen=True)

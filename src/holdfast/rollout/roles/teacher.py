@@ -2,7 +2,7 @@
 
 A trainer keeps the teacher, and reads the completions of its own rows while it builds a batch. A
 completion is read alone, in a row of `data.sequence_length`, with the threads of one decoding step.
-So the likeliest tokens are a function of teacher, prompt and completion, whoever reads them.
+So the likeliest tokens are a function of teacher, prompt and completion.
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ class Teacher:
     @staticmethod
     def open(config: RunConfig, device: torch.device) -> Teacher:
         """Load the teacher of a run, in the precision of its passes. Raises ModelFolderError."""
-        objective = config.objective
-        folder, dtype = (
-            Path(objective.reference.model),
-            Precision.of(config.train.precision).compute,
-        )
+        objective, reference = config.objective, config.objective.reference
+        folder, dtype = Path(reference.model), Precision.of(config.train.precision).compute
         model = read_folder_model(folder)
-        tensors = open_weights(
-            model, folder, objective.reference.checksum, "objective.reference.model"
-        )
+        key = "objective.reference.model"
+        tensors = open_weights(model, folder, reference.checksum, key)
         with torch.device("meta"):
             decoder = Decoder(model)
         state = {name: value.to(device, dtype, copy=True) for name, value in tensors.items()}
