@@ -103,10 +103,18 @@ def overrides_of(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def read_values(path: Path) -> tuple[Any, Mapping[tuple[str | int, ...], int]]:
+    """Return values and lines of a YAML file. Raises ConfigError."""
+    if not path.is_file():
+        what, remedy = "there is no such file", "name the YAML file"
+        raise ConfigError(what, where=str(path), remedy=remedy)
+    return parse_file(read_text(path), str(path))
+
+
 def read_search(path: Path, folder: Path | None = None) -> Search:
     """Read a search file, and check it with its run file. folder: in place of the file's. Raises
     ConfigError."""
-    value, _ = parse_file(read_text(path), str(path))
+    value, _ = read_values(path)
     try:
         given = Search.model_validate(value or {})
     except ValidationError as error:
