@@ -138,7 +138,8 @@ def run_with_kills(file: Path, kills: int, draw: random.Random) -> list[str]:
                 process.kill()
         if process.returncode == 0:
             return killed
-        assert process.returncode == -signal.SIGKILL, process.communicate()
+        logs = [path.read_text()[-2000:] for path in file.parent.rglob("log")]
+        assert process.returncode == -signal.SIGKILL, (process.communicate(), killed, logs)
 
 
 def found_trials(capsys: pytest.CaptureFixture[str], file: Path) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ _EXPORT = ("step", "dtype", "format", "names", "quantize", "shard_size")
 
 
 def _row(kind: str, keys: str, makes: Mapping[str, Kind], *rest: Any, **more: Any) -> StageKind:
-    """Return a row of the table. keys: those that a stage must have, and after `;` those that it may have."""
+    """Return a row of the table. keys: those that a stage must have; after `;`, optional ones."""
     needs, _, free = keys.partition(";")
     border = Border(f"{kind} of a pipeline", frozenset(("kind", *needs.split(), *free.split())))
     return StageKind(border, tuple(needs.split()), makes, *rest, **more)
