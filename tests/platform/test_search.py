@@ -61,6 +61,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"sampler": "grid"}, ("'grid'", "tpe")),
     ({"direction": "down"}, ("'down'", "minimize")),
     ({"prune": {"after": 2}}, ("prune.after",)),
+    ({"set": {"data.validation_fraction": 0}}, ("validation_fraction is 0",)),
+    ({"set": {"train.stop": [{"metric": "loss", "below": 1}]}}, ("train.stop", "prune")),
     ({"trails": 3}, ("trails",)),
     ({**BRANCH, "branch_at": 6}, ("branch_at is 6", "below 6")),
     ({**BRANCH, "space": {"model.dim": [16, 32]}}, ("model.dim cannot change after step 3",)),

@@ -139,6 +139,13 @@ def _check_keys(search: Search, where: str) -> None:
     if taken := [key for key in RESERVED if key in search.set]:
         what = f"set has {taken[0]}, which the search sets"
         raise ConfigError(what, where=where, remedy="remove it")
+    if search.config.train.stop:
+        what = "train.stop of the run file may end a trial before its last validation"
+        raise ConfigError(what, where=where, remedy="write set: {train.stop: []}, and use prune")
+    data = search.config.data
+    if not search.config.has_own_data and not data.validation_fraction:
+        what = "data.validation_fraction is 0, and the value of a trial is that of a validation"
+        raise ConfigError(what, where=where, remedy="write set: {data.validation_fraction: 0.05}")
     if search.branch_at >= search.steps:
         what = f"branch_at is {search.branch_at}, and a trial has {search.steps} steps"
         raise ConfigError(what, where=where, remedy=f"use a step below {search.steps}")
