@@ -173,6 +173,7 @@ def run_stage(stage: Stage, with_kills: bool) -> dict[str, Any]:
     folder = RUNS / stage.name
     if stage.name == "distil":
         write_lessons()
+        _command("data", "prepare", HERE / "distil.yaml")
         _command("data", "teach", HERE / "distil.yaml")
     runner = Runner(stage, folder)
     runner.run(with_kills)
