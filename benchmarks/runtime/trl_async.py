@@ -4,12 +4,12 @@
 
 One pass over the prompts, with TRL's own trainer, rollout worker and checkpoints, on a CPU. Needs
 trl 1.16, requests and aiohttp; vLLM is not needed. A small server answers vLLM's protocol with
-random tokens, and the transfer of weights is left out (`weight_transfer`, which TRL lets a caller
-replace). Three things are changed in TRL: its check that vLLM is installed, although its worker
-imports none of it; its question for a GPU's speed; and the kernel of FlashAttention 3. None of this
-decides which sample is used.
+random tokens. The transfer of weights is left out: TRL lets a caller replace it. Three things in TRL
+are replaced: its check for vLLM (the worker imports none of it), its question for a GPU's speed,
+and the kernel of FlashAttention 3. None of this decides which sample is used.
 
-A trainer that exits starts again from its newest checkpoint, and so does one whose rollout worker
+TRL drops samples that are older than max_staleness steps. So without kills, too, it uses some of
+them never; --staleness 1000 turns that off. A trainer that exits starts again from its newest checkpoint, and so does one whose rollout worker
 was lost. A lost server starts again. What counts is the lineage of the final weights: of each step
 the last time that it was done. A pass uses each of the samples of a prompt once.
 """
@@ -144,7 +144,7 @@ def write_model(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(shape).save_pretrained(folder)
 
 
-def train(folder: Path, prompts: int, url: str) -> None:
+def train(folder: Path, prompts: int, url: str, staleness: int) -> None:
     """Run TRL's trainer from its newest checkpoint. It writes which prompts each step used."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -190,6 +190,7 @@ def train(folder: Path, prompts: int, url: str) -> None:
         max_completion_length=16,
         vllm_server_base_url=url,
         save_steps=SAVE_STEPS,
+        max_staleness=staleness,
         heartbeat_stale_after_s=STALE_S,
         use_cpu=True,
         bf16=False,
@@ -216,8 +217,9 @@ def train(folder: Path, prompts: int, url: str) -> None:
 class Parts:
     """The server and the trainer, each started again when it has exited."""
 
-    def __init__(self, folder: Path, prompts: int, port: int) -> None:
+    def __init__(self, folder: Path, prompts: int, port: int, staleness: int) -> None:
         self._folder, self._prompts, self._port = folder, prompts, port
+        self._staleness = staleness
         self.trainer, self.server = self._start("train"), self._start("serve")
         self.starts = 1
 
@@ -225,7 +227,7 @@ class Parts:
         said = (self._folder / f"{what}.log").open("ab")
         command = [sys.executable, "-m", "benchmarks.runtime.trl_async", "--as", what]
         command += ["--folder", str(self._folder), "--prompts", str(self._prompts)]
-        command += ["--port", str(self._port)]
+        command += ["--port", str(self._port), "--staleness", str(self._staleness)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.Popen(
             command, stdout=said, stderr=said, start_new_session=True, env=environment
@@ -286,7 +288,7 @@ def count(steps: dict[int, list[int]], prompts: int) -> str:
     return f"once {once}, again {more}, never {prompts * SAMPLES - once} of {prompts * SAMPLES}"
 
 
-def measure(prompts: int, kills: Sequence[str], chooser: random.Random) -> str:
+def measure(prompts: int, kills: Sequence[str], chooser: random.Random, staleness: int) -> str:
     """Run a pass, and kill these parts after steps drawn at random."""
     folder = Path(tempfile.mkdtemp(prefix="trl-"))
     write_model(folder / "model")
@@ -294,7 +296,7 @@ def measure(prompts: int, kills: Sequence[str], chooser: random.Random) -> str:
         port = free.server_port
     steps = prompts // 2
     at = sorted(chooser.sample(range(2, steps - 2), len(kills)))
-    parts, left = Parts(folder, prompts, port), list(zip(at, kills, strict=True))
+    parts, left = Parts(folder, prompts, port, staleness), list(zip(at, kills, strict=True))
     until = time.monotonic() + DEADLINE_S
     try:
         while not (folder / "done").exists():
@@ -316,13 +318,16 @@ def main() -> None:
     parser.add_argument("--kills", default="none,trainer,worker,server")
     parser.add_argument("--each", type=int, default=2, help="kills of a part in one run")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--staleness", type=int, default=4, help="TRL's max_staleness")
     parser.add_argument("--as", dest="part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     roles: dict[str, Callable[[], None]] = {
         "serve": lambda: ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever(),
-        "train": lambda: train(given.folder, given.prompts, f"http://127.0.0.1:{given.port}"),
+        "train": lambda: train(
+            given.folder, given.prompts, f"http://127.0.0.1:{given.port}", given.staleness
+        ),
     }
     if given.part:
         roles[given.part]()
@@ -333,7 +338,7 @@ def main() -> None:
     )
     for part in given.kills.split(","):
         killed = [] if part == "none" else [part] * given.each
-        found = measure(given.prompts, killed, random.Random(given.seed))
+        found = measure(given.prompts, killed, random.Random(given.seed), given.staleness)
         print(f"{len(killed)} kills of {part}: {found}", flush=True)
 
 
