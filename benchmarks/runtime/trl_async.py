@@ -4,14 +4,15 @@
 
 One pass over the prompts, with TRL's own trainer, rollout worker and checkpoints, on a CPU. Needs
 trl 1.16, requests and aiohttp; vLLM is not needed. A small server answers vLLM's protocol with
-random tokens. The transfer of weights is left out: TRL lets a caller replace it. Three things in TRL
-are replaced: its check for vLLM (the worker imports none of it), its question for a GPU's speed,
-and the kernel of FlashAttention 3. None of this decides which sample is used.
+random tokens. The transfer of weights is left out: TRL lets a caller replace it. In TRL its check
+for vLLM is replaced, of which the worker imports nothing. So are its question for a GPU's speed and
+the kernel of FlashAttention 3. None of this decides which sample is used.
 
 TRL drops samples that are older than max_staleness steps. So without kills, too, it uses some of
-them never; --staleness 1000 turns that off. A trainer that exits starts again from its newest checkpoint, and so does one whose rollout worker
-was lost. A lost server starts again. What counts is the lineage of the final weights: of each step
-the last time that it was done. A pass uses each of the samples of a prompt once.
+them never; --staleness 1000 turns that off. A trainer that exits starts again from its newest
+checkpoint, and so does one whose rollout worker was lost. A lost server starts again. What counts
+is the lineage of the final weights: of each step the last time that it was done. A pass uses each
+of the samples of a prompt once.
 """
 
 from __future__ import annotations
