@@ -10,9 +10,9 @@ the kernel of FlashAttention 3. None of this decides which sample is used.
 
 TRL drops samples that are older than max_staleness steps. So without kills, too, it uses some of
 them never; --staleness 1000 turns that off. A trainer that exits starts again from its newest
-checkpoint, and so does one whose rollout worker was lost. A lost server starts again. What counts
-is the lineage of the final weights: of each step the last time that it was done. A pass uses each
-of the samples of a prompt once.
+checkpoint. One that hangs is killed first: a killed worker may hold a lock that the trainer waits
+for. A lost server starts again. What counts is the lineage of the final weights: of each step the
+last time that it was done. A pass uses each of the samples of a prompt once.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from typing import Any
 SAMPLES, SAVE_STEPS, LENGTH = 4, 2, 256
 STALE_S = 10.0
 """Seconds without a sign of life after which TRL's trainer gives its worker up."""
+HANG_S = 100.0
+"""Seconds without a step after which the trainer counts as hung, and is killed."""
 DEADLINE_S = 1800.0
 
 
@@ -222,7 +224,7 @@ class Parts:
         self._folder, self._prompts, self._port = folder, prompts, port
         self._staleness = staleness
         self.trainer, self.server = self._start("train"), self._start("serve")
-        self.starts = 1
+        self.starts, self.hangs, self._done, self._moved_at = 1, 0, 0, time.monotonic()
 
     def _start(self, what: str) -> subprocess.Popen[bytes]:
         said = (self._folder / f"{what}.log").open("ab")
@@ -235,6 +237,11 @@ class Parts:
         )
 
     def keep_running(self) -> None:
+        if (done := len(used(self._folder))) != self._done:
+            self._done, self._moved_at = done, time.monotonic()
+        if time.monotonic() - self._moved_at > HANG_S:
+            self._end(self.trainer)
+            self.hangs, self._moved_at = self.hangs + 1, time.monotonic()
         if self.server.poll() is not None:
             self.server = self._start("serve")
         if self.trainer.poll() is not None and not (self._folder / "done").exists():
@@ -307,7 +314,7 @@ def measure(prompts: int, kills: Sequence[str], chooser: random.Random, stalenes
                 left.pop(0)
             parts.keep_running()
             time.sleep(0.05)
-        return f"{count(used(folder), prompts)}; the trainer started {parts.starts} times"
+        return f"{count(used(folder), prompts)}; {parts.starts} starts, {parts.hangs} hangs"
     finally:
         parts.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -333,6 +340,7 @@ def main() -> None:
     if given.part:
         roles[given.part]()
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end all parts
     print(
         f"one pass of {given.prompts} prompts, {SAMPLES} samples each; a checkpoint every "
         f"{SAVE_STEPS} steps"
