@@ -4,14 +4,15 @@
 
 One pass over the prompts, with TRL's own trainer, rollout worker and checkpoints, on a CPU. Needs
 trl 1.16, requests and aiohttp; vLLM is not needed. A small server answers vLLM's protocol with
-random tokens, and the transfer of weights is left out (`weight_transfer`, which TRL lets a caller
-replace). Three things are changed in TRL: its check that vLLM is installed, although its worker
-imports none of it; its question for a GPU's speed; and the kernel of FlashAttention 3. None of this
-decides which sample is used.
+random tokens. The transfer of weights is left out: TRL lets a caller replace it. In TRL its check
+for vLLM is replaced, of which the worker imports nothing. So are its question for a GPU's speed and
+the kernel of FlashAttention 3. None of this decides which sample is used.
 
-A trainer that exits starts again from its newest checkpoint, and so does one whose rollout worker
-was lost. A lost server starts again. What counts is the lineage of the final weights: of each step
-the last time that it was done. A pass uses each of the samples of a prompt once.
+TRL drops samples that are older than max_staleness steps. So without kills, too, it uses some of
+them never; --staleness 1000 turns that off. A trainer that exits starts again from its newest
+checkpoint. One that hangs is killed first: a killed worker may hold a lock that the trainer waits
+for. A lost server starts again. What counts is the lineage of the final weights: of each step the
+last time that it was done. A pass uses each of the samples of a prompt once.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from typing import Any
 SAMPLES, SAVE_STEPS, LENGTH = 4, 2, 256
 STALE_S = 10.0
 """Seconds without a sign of life after which TRL's trainer gives its worker up."""
+HANG_S = 100.0
+"""Seconds without a step after which the trainer counts as hung, and is killed."""
 DEADLINE_S = 1800.0
 
 
@@ -144,7 +147,7 @@ def write_model(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(shape).save_pretrained(folder)
 
 
-def train(folder: Path, prompts: int, url: str) -> None:
+def train(folder: Path, prompts: int, url: str, staleness: int) -> None:
     """Run TRL's trainer from its newest checkpoint. It writes which prompts each step used."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -190,6 +193,7 @@ def train(folder: Path, prompts: int, url: str) -> None:
         max_completion_length=16,
         vllm_server_base_url=url,
         save_steps=SAVE_STEPS,
+        max_staleness=staleness,
         heartbeat_stale_after_s=STALE_S,
         use_cpu=True,
         bf16=False,
@@ -216,22 +220,28 @@ def train(folder: Path, prompts: int, url: str) -> None:
 class Parts:
     """The server and the trainer, each started again when it has exited."""
 
-    def __init__(self, folder: Path, prompts: int, port: int) -> None:
+    def __init__(self, folder: Path, prompts: int, port: int, staleness: int) -> None:
         self._folder, self._prompts, self._port = folder, prompts, port
+        self._staleness = staleness
         self.trainer, self.server = self._start("train"), self._start("serve")
-        self.starts = 1
+        self.starts, self.hangs, self._done, self._moved_at = 1, 0, 0, time.monotonic()
 
     def _start(self, what: str) -> subprocess.Popen[bytes]:
         said = (self._folder / f"{what}.log").open("ab")
         command = [sys.executable, "-m", "benchmarks.runtime.trl_async", "--as", what]
         command += ["--folder", str(self._folder), "--prompts", str(self._prompts)]
-        command += ["--port", str(self._port)]
+        command += ["--port", str(self._port), "--staleness", str(self._staleness)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.Popen(
             command, stdout=said, stderr=said, start_new_session=True, env=environment
         )
 
     def keep_running(self) -> None:
+        if (done := len(used(self._folder))) != self._done:
+            self._done, self._moved_at = done, time.monotonic()
+        if time.monotonic() - self._moved_at > HANG_S:
+            self._end(self.trainer)
+            self.hangs, self._moved_at = self.hangs + 1, time.monotonic()
         if self.server.poll() is not None:
             self.server = self._start("serve")
         if self.trainer.poll() is not None and not (self._folder / "done").exists():
@@ -286,7 +296,7 @@ def count(steps: dict[int, list[int]], prompts: int) -> str:
     return f"once {once}, again {more}, never {prompts * SAMPLES - once} of {prompts * SAMPLES}"
 
 
-def measure(prompts: int, kills: Sequence[str], chooser: random.Random) -> str:
+def measure(prompts: int, kills: Sequence[str], chooser: random.Random, staleness: int) -> str:
     """Run a pass, and kill these parts after steps drawn at random."""
     folder = Path(tempfile.mkdtemp(prefix="trl-"))
     write_model(folder / "model")
@@ -294,7 +304,7 @@ def measure(prompts: int, kills: Sequence[str], chooser: random.Random) -> str:
         port = free.server_port
     steps = prompts // 2
     at = sorted(chooser.sample(range(2, steps - 2), len(kills)))
-    parts, left = Parts(folder, prompts, port), list(zip(at, kills, strict=True))
+    parts, left = Parts(folder, prompts, port, staleness), list(zip(at, kills, strict=True))
     until = time.monotonic() + DEADLINE_S
     try:
         while not (folder / "done").exists():
@@ -304,7 +314,7 @@ def measure(prompts: int, kills: Sequence[str], chooser: random.Random) -> str:
                 left.pop(0)
             parts.keep_running()
             time.sleep(0.05)
-        return f"{count(used(folder), prompts)}; the trainer started {parts.starts} times"
+        return f"{count(used(folder), prompts)}; {parts.starts} starts, {parts.hangs} hangs"
     finally:
         parts.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -316,24 +326,28 @@ def main() -> None:
     parser.add_argument("--kills", default="none,trainer,worker,server")
     parser.add_argument("--each", type=int, default=2, help="kills of a part in one run")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--staleness", type=int, default=4, help="TRL's max_staleness")
     parser.add_argument("--as", dest="part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     roles: dict[str, Callable[[], None]] = {
         "serve": lambda: ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever(),
-        "train": lambda: train(given.folder, given.prompts, f"http://127.0.0.1:{given.port}"),
+        "train": lambda: train(
+            given.folder, given.prompts, f"http://127.0.0.1:{given.port}", given.staleness
+        ),
     }
     if given.part:
         roles[given.part]()
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end all parts
     print(
         f"one pass of {given.prompts} prompts, {SAMPLES} samples each; a checkpoint every "
         f"{SAVE_STEPS} steps"
     )
     for part in given.kills.split(","):
         killed = [] if part == "none" else [part] * given.each
-        found = measure(given.prompts, killed, random.Random(given.seed))
+        found = measure(given.prompts, killed, random.Random(given.seed), given.staleness)
         print(f"{len(killed)} kills of {part}: {found}", flush=True)
 
 

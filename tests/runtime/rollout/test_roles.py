@@ -129,7 +129,7 @@ def test_published_policies_are_read_back_and_old_ones_removed(tmp_path: Path) -
         {local.name: local.tensor.clone() for local in made.lagged.of_age(age, "")}
         for age in (1, 0)
     ]
-    for local in made.lagged.of_age(0, ""):  # the next step goes on while a policy is written
+    for local in made.lagged.of_age(0, ""):  # the next step changes them while a policy is written
         local.tensor.zero_()
     publisher.flush()
     assert [part.policy for part in publisher.parts] == [1, 2]

@@ -280,8 +280,8 @@ class PolicyDecoder(CompletionSource):
         return self._model.unembed(last.expand(self._rows, -1))[:1].float().cpu()
 
     def _read_again(self, number: int, start: int, tokens: Sequence[int]) -> None:
-        """Read tokens of a completion, the first one at place `start`, as `step` has read them: in
-        products of the same shape, whose rows are tokens of one text instead of one of each."""
+        """Read tokens of a completion, the first one at place `start`, with the bits of `step`.
+        Products have the shape of a step, and their rows are tokens of one text."""
         caches, rest = self._tiles[number // TILE], [0] * (self._rows - TILE)
         slots = torch.full((TILE,), number % TILE, device=self._device)
         with serial_kernels():
