@@ -66,7 +66,7 @@ class Teacher:
         where = self._decoder.head_weight.device
         with serial_kernels():
             hidden = self._decoder.hidden(torch.from_numpy(inputs).to(where))[0]
-            places = hidden[first - 1 : len(tokens) - 1].split(_PLACES)
+            places = torch.split(hidden[first - 1 : len(tokens) - 1], _PLACES)
             how = self._temperature, self._count
             parts = [likeliest(self._decoder, part, *how) for part in places]
         ids, logps = (np.concatenate(of_parts) for of_parts in zip(*parts, strict=True))
