@@ -114,6 +114,7 @@ def test_what_cannot_work_is_refused_before_the_start(
 
 
 def test_keys_that_no_list_has_are_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here(capsys, "pipeline", "run", root / "none.yaml").refuses("none.yaml", "no such file")
     for name, value in unknown_entries(KEYS).items():
         file = write_pipeline(root, {"base": TRAIN}, **{name: value})
         here(capsys, "pipeline", "show", file).refuses(name)

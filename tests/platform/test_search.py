@@ -61,6 +61,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"sampler": "grid"}, ("'grid'", "tpe")),
     ({"direction": "down"}, ("'down'", "minimize")),
     ({"prune": {"after": 2}}, ("prune.after",)),
+    ({"set": {"data.validation_fraction": 0}}, ("validation_fraction is 0",)),
+    ({"set": {"train.stop": [{"metric": "loss", "below": 1}]}}, ("train.stop", "prune")),
     ({"trails": 3}, ("trails",)),
     ({**BRANCH, "branch_at": 6}, ("branch_at is 6", "below 6")),
     ({**BRANCH, "space": {"model.dim": [16, 32]}}, ("model.dim cannot change after step 3",)),
@@ -138,7 +140,8 @@ def run_with_kills(file: Path, kills: int, draw: random.Random) -> list[str]:
                 process.kill()
         if process.returncode == 0:
             return killed
-        assert process.returncode == -signal.SIGKILL, process.communicate()
+        logs = [path.read_text()[-2000:] for path in file.parent.rglob("log")]
+        assert process.returncode == -signal.SIGKILL, (process.communicate(), killed, logs)
 
 
 def found_trials(capsys: pytest.CaptureFixture[str], file: Path) -> list[dict[str, Any]]:

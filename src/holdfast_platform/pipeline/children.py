@@ -80,6 +80,11 @@ class Children:
                 signal.signal(number, handler)
 
 
+def is_lost(code: int) -> bool:
+    """Return True for the exit code, as of a shell, of a command that something outside ended."""
+    return code == LEFT_CODE or code > 128
+
+
 def shell_code(code: int) -> int:
     """Return an exit code of `Popen` as a shell reports it: 137 for SIGKILL."""
     return 128 - code if code < 0 else code

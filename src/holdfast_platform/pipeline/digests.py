@@ -1,4 +1,4 @@
-"""Digests of what stages take and make: equal for equal bytes, whoever computed them."""
+"""Digests of what stages take and make: equal for equal bytes."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ from holdfast_platform.pipeline.stages import (
     overrides,
 )
 from holdfast_platform.registry.gate import read_rules
-from holdfast_platform.search.file import read_search
+from holdfast_platform.search.file import read_search, read_values
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
-EXPANDED = ("model.from", "lora.from")  # keys that loading replaces by others
+EXPANDED = ("model.from", "lora.from")  # keys that loading replaces
 UNKNOWN = "/result-of-a-later-stage"  # stands for a path that a stage has yet to make
 ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst")  # ends of tasks that are files
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
@@ -92,7 +92,7 @@ def references(value: Any, own: bool = False) -> Iterator[tuple[str, str]]:
 
 def read_pipeline(path: Path) -> Pipeline:
     """Read a file and check all of it that can be known before the start. Raises ConfigError."""
-    value, lines = parse_file(read_text(path), str(path))
+    value, lines = read_values(path)
     if not isinstance(value, dict) or not isinstance(value.get("stages"), dict):
         remedy = "write 'stages:' and below it 'pretrain: {kind: train, run: run.yaml}'"
         raise _refusal("this names no stages", str(path), remedy)
@@ -142,7 +142,7 @@ def _read_stage(name: str, entry: Any, where: str, base: Path) -> Stage:
     if "registry" in values and ":" not in str(values["registry"]):
         values["registry"] = str(base / expand_path(str(values["registry"])))
     outputs = _check_command(name, values, where) if kind == COMMAND else row.makes
-    if "run" in values and "run" not in row.takes:
+    if "run" in row.files:
         _check_set(name, values, where)
     return Stage(name, kind, where, values, outputs)
 
@@ -164,7 +164,7 @@ def _check_command(name: str, values: dict[str, Any], where: str) -> dict[str, K
     """Check a stage of kind `command`; return its results by name. Raises ConfigError."""
     words, outputs = values["command"], values["outputs"]
     if not isinstance(words, list) or not words:
-        remedy = 'write command: [python, judge.py, "${out.scores}"]'
+        remedy = "write command: [python, judge.py]"
         raise _refusal(f"the command of stage {name} is no list of words", where, remedy)
     values["command"] = [str(word) for word in words]
     kinds = [str(kind) for kind in Kind]
@@ -268,7 +268,7 @@ def _check_options(stage: Stage) -> None:
 def check_run_file(stage: Stage, paths: Mapping[tuple[str, str], str]) -> None:
     """Check the run file of a stage with what it sets. paths: of what it refers to. A file that
     begins with the model of a later stage is read when that model is there. Raises ConfigError."""
-    if "run" not in stage.values or "run" in KINDS[stage.kind].takes:
+    if "run" not in KINDS[stage.kind].files:
         return
     given = {**stage.values.get("set", {}), "model.from": stage.values.get("from")}
     models = (value for key, value in given.items() if kind_of_set_key(key) is Kind.MODEL)

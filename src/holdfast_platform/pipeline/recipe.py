@@ -45,32 +45,28 @@ def recipe_of(stage: Stage, results: Results, digests: Digests) -> dict[str, str
     def digest(other: str, result: str) -> str:
         return "${out}" if other == OWN else results[other, result].digest
 
+    row, given = KINDS[stage.kind], stage.values.get("set", {})
     out = {"kind": stage.kind, "format": str(FORMAT)}
-    for other, result in references(stage.values):
-        out[f"input {other}.{result}"] = results[other, result].digest
-    row = KINDS[stage.kind]
-    places = ("run", "set", "from", *row.files)
-    values = {key: value for key, value in stage.values.items() if key not in places}
+    values = {key: value for key, value in stage.values.items() if key not in (*row.files, "set")}
+    values |= {key: value for key, value in given.items() if list(references(value))}
     out |= {key: repr(fill(value, digest)) for key, value in values.items()}
+    paths = {key: stage.values.get(key, []) for key in row.files if key != "run"}
     if stage.kind == "gate":
-        tasks = read_rules(Path(stage.values["rules"])).tasks
-        out |= {f"rows of {t.label}": digests.of_path(Path(t.path)) for t in tasks}
-    for key in row.files:
-        paths = stage.values.get(key, [])
-        for path in [paths] if isinstance(paths, str) else paths:
-            if key != "run":
-                name = os.path.basename(path)
-                is_there = os.path.exists(path)  # else the name of a task
-                out[f"{key} {name}"] = digests.of_path(Path(path)) if is_there else path
+        paths["rows"] = [task.path for task in read_rules(Path(stage.values["rules"])).tasks]
+    for key, found in paths.items():
+        for number, path in enumerate([found] if isinstance(found, str) else found):
+            is_there = os.path.exists(path)  # else the name of a task
+            name = f"{key} {number} {os.path.basename(path)}"
+            out[name] = digests.of_path(Path(path)) if is_there else path
     if "search" in stage.values:
         search = read_search(Path(stage.values["search"]))
         loaded = load_config(Path(search.run), overrides_of(search.set))
         out |= _of_run_file(stage, loaded, lambda path: False, digests)
-    if "run" in stage.values and "run" not in KINDS[stage.kind].takes:
+    if "run" in row.files:
         words = fill(overrides(stage), lambda other, result: results[other, result].path)
         loaded = load_config(Path(stage.values["run"]), words)
-        made = {result.path for result in results.values()}
-        out |= _of_run_file(stage, loaded, lambda path: path in made, digests)
+        made = tuple(result.path for result in results.values())
+        out |= _of_run_file(stage, loaded, lambda path: path.startswith(made), digests)
     return out
 
 
@@ -93,9 +89,8 @@ def _of_run_file(
     }
     paths = {key: str(everything.get(key) or "") for key in _READ} | dict(loaded.places)
     if loaded.config.task.folder:
-        paths |= {
-            f"task {each}": str(each) for each in Path(loaded.config.task.folder).glob("*.py")
-        }
+        files = Path(loaded.config.task.folder).glob("*.py")
+        paths |= {f"task {each.name}": str(each) for each in files}
     for key, path in paths.items():
         if path and not is_result(path) and os.path.exists(path):
             out[f"bytes of {key}"] = digests.of_path(Path(path))

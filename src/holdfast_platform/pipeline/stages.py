@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -116,61 +116,46 @@ def _options(stage: Stage) -> list[str]:
     return out
 
 
-_RUN_KEYS = ("kind", "run", "set", "from")
 _EXPORT = ("step", "dtype", "format", "names", "quantize", "shard_size")
-TRAINED = StageKind(
-    Border("train of a pipeline", frozenset(_RUN_KEYS)),
-    ("run",),
-    {"run": Kind.RUN},
-    {"from": (Kind.MODEL,)},
-    _train,
-    continues=True,
-    files=("run",),
-)
+
+
+def _row(kind: str, keys: str, makes: Mapping[str, Kind], *rest: Any, **more: Any) -> StageKind:
+    """Return a row of the table. keys: those that a stage must have; after `;`, optional ones."""
+    needs, _, free = keys.partition(";")
+    border = Border(f"{kind} of a pipeline", frozenset(("kind", *needs.split(), *free.split())))
+    return StageKind(border, tuple(needs.split()), makes, *rest, **more)
+
+
+_RUN, _MODEL, _REPORT = {"run": Kind.RUN}, {"model": Kind.MODEL}, {"report": Kind.REPORT}
+_FROM = {"from": (Kind.MODEL,)}
+_TRAINING: dict[str, Any] = {"continues": True, "files": ("run",)}
 KINDS: Mapping[str, StageKind] = {
-    "prepare": replace(TRAINED, makes={"dataset": Kind.DATASET}, words=_prepare),
-    "train": TRAINED,
-    "tune": replace(TRAINED, needs=("run", "from")),
-    "search": StageKind(
-        Border("search of a pipeline", frozenset(("kind", "search"))),
-        ("search",),
-        {"run": Kind.RUN, "report": Kind.REPORT},
-        {},
-        _search,
-        continues=True,
-        files=("search",),
+    "prepare": _row(
+        "prepare", "run; set from", {"dataset": Kind.DATASET}, _FROM, _prepare, **_TRAINING
     ),
-    "export": StageKind(
-        Border("export of a pipeline", frozenset(("kind", "run", *_EXPORT))),
-        ("run",),
-        {"model": Kind.MODEL},
-        {"run": (Kind.RUN,)},
-        _export,
-        texts=_EXPORT,
+    "train": _row("train", "run; set from", _RUN, _FROM, _train, **_TRAINING),
+    "tune": _row("tune", "run from; set", _RUN, _FROM, _train, **_TRAINING),
+    "search": _row(
+        "search", "search", _RUN | _REPORT, {}, _search, continues=True, files=("search",)
     ),
-    "evaluate": StageKind(
-        Border("evaluate of a pipeline", frozenset(("kind", "model", "tasks", "limit", "shots"))),
-        ("model", "tasks"),
-        {"report": Kind.REPORT},
+    "export": _row(
+        "export", "run; " + " ".join(_EXPORT), _MODEL, {"run": (Kind.RUN,)}, _export, texts=_EXPORT
+    ),
+    "evaluate": _row(
+        "evaluate",
+        "model tasks; limit shots",
+        _REPORT,
         {"model": (Kind.RUN, Kind.MODEL)},
         _evaluate,
         texts=("limit", "shots"),
         files=("tasks",),
     ),
-    "gate": StageKind(
-        Border("gate of a pipeline", frozenset(("kind", "model", "registry", "rules"))),
-        ("model", "registry", "rules"),
-        {"report": Kind.REPORT},
-        {"model": (Kind.MODEL,)},
-        _gate,
-        files=("rules",),
+    "gate": _row(
+        "gate", "model registry rules", _REPORT, {"model": (Kind.MODEL,)}, _gate, files=("rules",)
     ),
-    COMMAND: StageKind(
-        Border(
-            "command of a pipeline",
-            frozenset(("kind", "command", "inputs", "outputs", "continues")),
-        ),
-        ("command", "outputs"),
+    COMMAND: _row(
+        COMMAND,
+        "command outputs; inputs continues",
         {},
         {},
         lambda stage: list(stage.values["command"]),

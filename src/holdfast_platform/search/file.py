@@ -103,10 +103,18 @@ def overrides_of(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def read_values(path: Path) -> tuple[Any, Mapping[tuple[str | int, ...], int]]:
+    """Return values and lines of a YAML file. Raises ConfigError."""
+    if not path.is_file():
+        what, remedy = "there is no such file", "name the YAML file"
+        raise ConfigError(what, where=str(path), remedy=remedy)
+    return parse_file(read_text(path), str(path))
+
+
 def read_search(path: Path, folder: Path | None = None) -> Search:
     """Read a search file, and check it with its run file. folder: in place of the file's. Raises
     ConfigError."""
-    value, _ = parse_file(read_text(path), str(path))
+    value, _ = read_values(path)
     try:
         given = Search.model_validate(value or {})
     except ValidationError as error:
@@ -131,6 +139,13 @@ def _check_keys(search: Search, where: str) -> None:
     if taken := [key for key in RESERVED if key in search.set]:
         what = f"set has {taken[0]}, which the search sets"
         raise ConfigError(what, where=where, remedy="remove it")
+    if search.config.train.stop:
+        what = "train.stop of the run file may end a trial before its last validation"
+        raise ConfigError(what, where=where, remedy="write set: {train.stop: []}, and use prune")
+    data = search.config.data
+    if not search.config.has_own_data and not data.validation_fraction:
+        what = "data.validation_fraction is 0, and the value of a trial is that of a validation"
+        raise ConfigError(what, where=where, remedy="write set: {data.validation_fraction: 0.05}")
     if search.branch_at >= search.steps:
         what = f"branch_at is {search.branch_at}, and a trial has {search.steps} steps"
         raise ConfigError(what, where=where, remedy=f"use a step below {search.steps}")

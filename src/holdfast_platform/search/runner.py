@@ -14,7 +14,7 @@ from typing import TextIO
 
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.wire.store.publish import replace_file
-from holdfast_platform.pipeline.children import LEFT_CODES, Children, shell_code
+from holdfast_platform.pipeline.children import LEFT_CODES, Children, is_lost, shell_code
 from holdfast_platform.pipeline.stages import LEFT_CODE
 from holdfast_platform.pipeline.state import LOOK_S, locked, try_lock
 from holdfast_platform.search.file import Search
@@ -101,8 +101,16 @@ class SearchRunner:
         log = self._search.place / "common.log"
         for what, words in common_words(self._search, self._trunk).items():
             self._say(what)
-            child = self._children.start(words, lock, Path(self._search.run).parent, log)
-            if code := shell_code(child.wait()):
+            vain_starts = 0
+            while True:
+                child = self._children.start(words, lock, Path(self._search.run).parent, log)
+                code = shell_code(child.wait())
+                vain_starts += not is_lost(code)
+                is_vain = vain_starts > MAX_STARTS_WITHOUT_PROGRESS
+                if code in (0, *STOPS_ALL) or self._children.asked or is_vain:
+                    break
+                self._say(f"{what} was lost (exit code {code}); it continues")
+            if code:
                 self._say(f"{what} ended with exit code {code}; see {log}")
                 is_left = self._children.asked and code in LEFT_CODES
                 return LEFT_CODE if is_left else code
@@ -196,7 +204,8 @@ class SearchRunner:
         if self._children.asked:
             del self._running[running.trial.number]
             return 0
-        vain = running.vain_starts + 1 if reached <= running.reached else 0
+        vain = running.vain_starts if reached <= running.reached else 0
+        vain += not is_lost(code)
         log = self._place(running.trial.number) / "log"
         if code in STOPS_ALL or vain > MAX_STARTS_WITHOUT_PROGRESS:
             self._say(f"trial {running.trial.number} ended with exit code {code}; see {log}")

@@ -94,8 +94,8 @@ def evaluations(run: Path, metric: str) -> dict[int, float]:
 
 
 def failure_of(run: Path) -> str:
-    """Return why the run has failed if numbers that are not finite ended it; else "". Such a run
-    fails at each start. What a machine did to a run does not count."""
+    """Return why the run has failed, if numbers that are not finite ended it; "" otherwise. Such a
+    run fails at each start. What a machine did to a run does not count."""
     if read_resolved(run) is None:
         return ""
     events = [record.event for record in read_journal(store_of_run(run))]
