@@ -92,7 +92,7 @@ def test_rules_that_are_broken_or_wrong(
 
 
 def test_equal_models_are_called_worse_as_often_as_stated() -> None:
-    draw, worse, trials = np.random.default_rng(5), 0, 400
+    draw, worse, trials = np.random.default_rng(5), 0, 200
     for trial in range(trials):
         results = [
             TaskResult("t", "d", "accuracy", True, [(float(x), 1.0) for x in draw.random(80) < 0.6])

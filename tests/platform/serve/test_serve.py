@@ -104,6 +104,7 @@ def call(url: str, body: Any = None) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_replies_are_those_of_generate(
     served: tuple[str, Path], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_replies_are_those_of_generate(
     assert (stopped["text"], stopped["finish_reason"]) == (said[: said.index(said[2:4])], "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -141,6 +143,7 @@ def test_what_the_server_does_not_do_is_named(
     assert said in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_fields_that_no_list_has_are_refused(served: tuple[str, Path]) -> None:
     for name, value in unknown_entries(REQUEST).items():
         code, answer = call(f"{served[0]}/completions", {"prompt": "a", name: value})
@@ -148,6 +151,7 @@ def test_fields_that_no_list_has_are_refused(served: tuple[str, Path]) -> None:
         assert name in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_canary_that_is_rated_lower_stops_by_itself_and_drift_is_written(
     served: tuple[str, Path], root: Path
 ) -> None:

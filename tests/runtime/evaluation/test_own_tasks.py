@@ -100,6 +100,7 @@ def _greedy(tokens: int) -> Any:
     return Sampling(tokens, temperature=0)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_gets_the_same(folders: tuple[Path, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
