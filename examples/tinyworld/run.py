@@ -60,11 +60,12 @@ class Stage:
     teaches: str
     steps: int
     kills: tuple[Kill, ...]
+    min_rise: float = 0  # of the score, over that of the stage before
 
     def shortened(self) -> Stage:
         """A tenth of the steps, and kills in their order."""
         kills = (Kill(kill.role, 1 + number) for number, kill in enumerate(self.kills))
-        return replace(self, steps=self.steps // 10, kills=tuple(kills))
+        return replace(self, steps=self.steps // 10, kills=tuple(kills), min_rise=0)
 
 
 STAGES = (
@@ -76,6 +77,7 @@ STAGES = (
         "to be right (GRPO, exact match)",
         60,
         (Kill("actor", 10), Kill("scorer", 20), Kill("worker", 30), Kill("agent", 40)),
+        min_rise=0.4,
     ),
     Stage("distil", "the same to a model of half the size", 500, (Kill("worker", 100),)),
 )
@@ -222,16 +224,21 @@ def write_lessons() -> None:
     (RUNS / "world" / "lessons.jsonl").write_text(text, "utf-8")
 
 
+def share(row: dict[str, Any]) -> float:
+    """The share of right answers over all skills."""
+    right, asked = (sum(each) for each in zip(*row["scores"].values(), strict=True))
+    return float(right / asked)
+
+
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The scores as rows of texts, with a head."""
     skills = sorted(rows[0]["scores"])
     out = [["after", *skills, "all", "s", "killed"]]
     for row in rows:
         found = [row["scores"][skill] for skill in skills]
-        right, asked = (sum(each) for each in zip(*found, strict=True))
         shares = [f"{r / n:.0%}" for r, n in found]
         killed = ", ".join(row["killed"]) or "nothing"
-        out.append([row["stage"], *shares, f"{right / asked:.1%}", f"{row['seconds']:.0f}", killed])
+        out.append([row["stage"], *shares, f"{share(row):.1%}", f"{row['seconds']:.0f}", killed])
     return out
 
 
@@ -283,6 +290,8 @@ def main() -> None:
             bits = rows[0]["bits_per_byte"]
             floor = floor_of_validation()
             print(f"validation: {bits:.4f} bits a byte; the text needs {floor:.4f} at least")
+        if stage.min_rise and share(rows[-1]) < share(rows[-2]) + stage.min_rise:
+            sys.exit(f"{stage.name}: the score should rise by {stage.min_rise:.0%} of the answers")
         if stage.name == given.until:
             break
     print(f"wrote {write_page(rows, floor, time.monotonic() - begun)}")

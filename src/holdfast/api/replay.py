@@ -165,7 +165,8 @@ def replay_steps(
     _refuse(run)
     _refuse_missing_data(run, dataset)
     config, record = run.config, read_record(run)
-    device = "cpu" if config.device == "cpu" or not torch.accelerator.is_available() else "cuda"
+    here_type = torch.accelerator.current_accelerator()
+    device = "cpu" if here_type is None or here_type.type != config.device else config.device
     plan = plan_stretches(record, steps, run.place, to_checkpoint=False)
     generations = sorted({g for stretch in plan for g in record.generations(stretch)})
     threads = record.threads.get(generations[-1], 0) or torch.get_num_threads()
@@ -299,13 +300,16 @@ def _use_settings_of_a_worker(job: _Job) -> None:
 def _open_session(job: _Job, rank: int) -> TrainingSession:
     import torch
 
+    from holdfast.core.devices import device_kind
     from holdfast.parallel.axes.process_groups import connect
+    from holdfast.parallel.comm.devices import select_device
     from holdfast.parallel.torch_compat import file_store, memory_store
     from holdfast.plan.placing.planner import dealer_of
     from holdfast.tasks.choose import open_task
     from holdfast.training.engine.build import build_engine, connect_settings, make_session
 
-    config, device = job.config, torch.device(job.device)
+    config, device = job.config, torch.device(device_kind(job.device).device(rank))
+    select_device(device)
     task = open_task(config, device)
     batches = task.open_batches(job.dataset)
     batches.skips = job.skips

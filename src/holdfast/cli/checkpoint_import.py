@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.options import Json, Overrides
+from holdfast.config.loading.fields import as_path, value_at
 from holdfast.config.sections.lora import refuse_lora
 from holdfast.config.sections.run_place import is_bucket
 from holdfast.config.sections.task import refuse_task
@@ -34,12 +35,12 @@ def import_(
     source: Annotated[
         Path,
         typer.Option(
-            "--from", help="folder as transformers or torch.distributed.checkpoint writes it"
+            "--from", help="folder as transformers, its Trainer, DeepSpeed or DCP writes it"
         ),
     ],
     overrides: Overrides = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="leave the optimizer's state of a DCP folder")
+        bool, typer.Option("--weights-only", help="leave the optimizer's state")
     ] = False,
     tokenizer_unchecked: Annotated[
         bool,
@@ -50,7 +51,7 @@ def import_(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Begin a run from a Hugging Face folder or a DCP checkpoint.
+    """Begin a run from a folder of weights or from another trainer's checkpoint.
 
     The folder's weights become the state after step 0; 'holdfast train' then starts from it.
     The dataset must have been tokenised with the folder's tokenizer. With model.from in the run
@@ -61,10 +62,15 @@ def import_(
     continues after the step that they belong to. Its metadata is a pickle: its own process reads
     it, and refuses everything but descriptions of tensors.
 
+    A checkpoint folder of transformers' Trainer, or of DeepSpeed (ZeRO 1 to 3, and universal), goes
+    on in the same way: weights, moments and step. What is left out is named. Its files are pickles
+    of tensors, and torch's tensors-only reader refuses anything more.
+
     \b
     Example:
       holdfast checkpoint import run.yaml --from outputs/checkpoint/step-1000
       holdfast checkpoint import run.yaml --from Llama-3.2-1B model.from=Llama-3.2-1B
+      holdfast checkpoint import run.yaml --from trainer_output/checkpoint-500
     """
     from holdfast.api.start import SCREEN
     from holdfast.config.loading.load import load_config
@@ -119,8 +125,9 @@ def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:
     """Rows of the vocabulary of a Hugging Face folder, whose files are checked; 0 for a DCP folder.
     Raises DataError for one without a tokenizer, unless the user vouches for the dataset's."""
     from holdfast.checkpoint.interop.dcp import is_dcp
+    from holdfast.checkpoint.interop.deepspeed import step_folder
 
-    if is_dcp(source):
+    if is_dcp(source) or step_folder(source) is not None:
         return 0
     from holdfast.config.huggingface.folder import read_folder_model
     from holdfast.config.huggingface.weight_files import describe_unread
@@ -196,8 +203,13 @@ def _imported(
 ) -> Commit:
     """By what the folder is."""
     from holdfast.checkpoint.interop.dcp import is_dcp
+    from holdfast.checkpoint.interop.deepspeed import step_folder
+    from holdfast.checkpoint.interop.hf_trainer import OPTIMIZER_FILE, is_hf_trainer
     from holdfast.checkpoint.interop.huggingface import import_huggingface
 
+    is_trainer = is_hf_trainer(source) and (source / OPTIMIZER_FILE).is_file()
+    if step_folder(source) is not None or (is_trainer and not weights_only):
+        return _import_foreign(store, source, config, weights_only, identity)
     if is_dcp(source):
         from holdfast.checkpoint.interop.dcp_import import import_dcp
         from holdfast.launch.run.branch_config import batch_schedule
@@ -220,7 +232,7 @@ def _imported(
             more = " and more" if len(found.unused_names) > 3 else ""
             say(f"not used: {', '.join(found.unused_names[:3])}{more}")
         return found.commit
-    if weights_only:
+    if weights_only and not is_trainer:
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
         )
@@ -237,3 +249,50 @@ def _imported(
     has_tokenizer = (source / "tokenizer.json").is_file()  # which is the dataset's
     keep_settings(source, Path(config.run_folder) / IMPORTED_FOLDER, has_tokenizer)
     return commit
+
+
+def _import_foreign(
+    store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
+) -> Commit:
+    """A checkpoint of transformers' Trainer or of DeepSpeed."""
+    from holdfast.checkpoint.interop.dcp_import import import_flat
+    from holdfast.checkpoint.interop.deepspeed import read_deepspeed, step_folder
+    from holdfast.checkpoint.interop.hf_trainer import read_hf_trainer
+    from holdfast.core.lr_schedule import learning_rate
+    from holdfast.launch.run.branch_config import batch_schedule
+
+    is_deepspeed, train = step_folder(source) is not None, config.train
+    read = read_deepspeed if is_deepspeed else read_hf_trainer
+    found = read(source, weights_only=weights_only)
+    imported = import_flat(
+        store,
+        found.state,
+        source,
+        config.model,
+        train.precision,
+        position_of_step=batch_schedule(train).position,
+        weights_only=weights_only,
+        optimizer=train.optimizer,
+        **identity,
+    )
+    step = imported.commit.step
+    what = "weights and AdamW's moments" if imported.has_moments else "weights"
+    say(f"found {what} of {found.trainer} after step {step}")
+    if found.position:
+        position = batch_schedule(train).position(step + 1) if step else 0
+        said = f"{found.position}, in an order of its own"
+        say(f"data: {said}; the run continues at sample {position:,} of its order")
+    values = {key: value_at(config, as_path(key)) for key in found.settings}
+    for key, theirs in found.settings.items() if imported.has_moments else ():
+        if values[key] != (tuple(theirs) if isinstance(theirs, list) else theirs):
+            say(f"{key} is {values[key]} in the run file, and {theirs} in the folder")
+    if found.rate is not None and imported.has_moments and not train.schedule.is_function:
+        rate = learning_rate(train, step + 1)
+        if abs(rate - found.rate) > 1e-9 * max(rate, found.rate):
+            say(
+                f"step {step + 1} has the rate {rate:.6g} by train.schedule, and {found.rate:.6g} "
+                "by the folder's scheduler"
+            )
+    for line in (*found.left_out, *imported.unused_names[:3]):
+        say(f"not used: {line}")
+    return imported.commit

@@ -233,8 +233,9 @@ class RunConfig(Section):
     @property
     def has_read_reference(self) -> bool:
         """Whether actors read completions with the reference. With adapters, trainers do so, but
-        for rloo, whose rewards have the KL."""
+        for rloo, whose rewards have the KL. A teacher is the trainers'."""
         reads = self.rollout.is_on and self.objective.reads_reference
+        reads = reads and self.objective.facts.makes_rows
         return reads and (not self.lora.rank or self.objective.kind == "rloo")
 
     @property

@@ -1,7 +1,8 @@
 """The learning rate of a step: warm-up, then a schedule. Pure arithmetic in float64.
 
 Step N has passed through `N` updates once it is applied. The rate rises linearly over the first
-`warmup_steps` (step 1 gets 1/warmup of the peak). Then it follows its kind down to `final_ratio`
+`warmup_steps` (step 1 gets 1/warmup of the peak; with `counts_from` 0, which transformers and
+DeepSpeed have, it gets 0). Then it follows its kind down to `final_ratio`
 times the peak at the schedule's last step, and stays there.
 """
 
@@ -21,7 +22,8 @@ def learning_rate(train: TrainConfig, step: int, function: RateFunction | None =
     `schedule.kind` names, if that is no schedule of ours."""
     schedule, steps = train.schedule, train.schedule_steps
     if not schedule.is_function:
-        return train.optimizer.learning_rate * schedule_factor(schedule, step, steps)
+        counted = step - 1 + schedule.counts_from
+        return train.optimizer.learning_rate * schedule_factor(schedule, counted, steps)
     if function is None:
         raise RuntimeError(f"{schedule.kind} was not loaded")
     return train.optimizer.learning_rate * function(step, steps)
@@ -37,7 +39,7 @@ def schedule_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
       (Hu et al., 2024, section 4). By default these are a fifth of the schedule.
     """
     warmup = schedule.warmup_steps
-    if step <= warmup:
+    if step < warmup:
         return step / warmup
     if schedule.kind == "constant":
         return 1.0

@@ -109,7 +109,25 @@ def harness_model(model: EvaluatedModel) -> Any:
             ]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            return [self._reply(*request.args) for request in requests]
+            hows = [kwargs_of(dict(request.args[1]), MAX_NEW_TOKENS) for request in requests]
+            if any(how.get("do_sample") for how in hows):
+                raise DataError(
+                    "the task draws its replies, and Holdfast writes the likeliest ones",
+                    where="--tasks",
+                    remedy="set do_sample: false in the task's generation_kwargs",
+                )
+            found = [""] * len(hows)
+            for room in {int(how["max_gen_toks"]) for how in hows}:
+                these = [n for n, how in enumerate(hows) if int(how["max_gen_toks"]) == room]
+                keep = -max(1, model.limit - room)
+                ids = [self.tok_encode(requests[number].args[0])[keep:] for number in these]
+                for place, tokens in model.replies(ids, room):
+                    number = these[place]
+                    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+                    for stop in filter(None, hows[number]["until"]):
+                        text = text.split(stop)[0]
+                    found[number] = text
+            return found
 
         def _logp(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
             ids = [*before, *after][-(model.limit + 1) :]
@@ -120,22 +138,6 @@ def harness_model(model: EvaluatedModel) -> Any:
             ids = self.tok_encode(text)
             cut = utils.get_rolling_token_windows(ids, prefix, model.limit, 1)
             return map(utils.make_disjoint_window, cut)
-
-        def _reply(self, context: str, asked: Mapping[str, Any]) -> str:
-            how = kwargs_of(dict(asked), MAX_NEW_TOKENS)
-            if how.get("do_sample"):
-                raise DataError(
-                    "the task draws its replies, and Holdfast writes the likeliest ones",
-                    where="--tasks",
-                    remedy="set do_sample: false in the task's generation_kwargs",
-                )
-            room = int(how["max_gen_toks"])
-            ids = self.tok_encode(context)[-max(1, model.limit - room) :]
-            ((_, tokens),) = model.replies([ids], min(room, model.limit - len(ids)))
-            text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-            for stop in filter(None, how["until"]):
-                text = text.split(stop)[0]
-            return text
 
     return HoldfastLM()
 

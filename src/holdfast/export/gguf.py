@@ -16,22 +16,6 @@ from holdfast.errors import ConfigError, ModelFolderError
 from holdfast.wire.store.publish import publish_file, temporary_beside
 
 ARCHITECTURE = "llama"
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 _SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
@@ -79,23 +63,25 @@ def write_gguf(folder: Path, to: Path, dtype: str | None) -> None:
     temporary = temporary_beside(to)
     writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer.add_name(to.stem)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+    sizes = {
+        "name": to.stem,
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "head_count": heads,
+        "head_count_kv": kv_heads,
+        "rope_freq_base": config["rope_theta"],
+        "layer_norm_rms_eps": config["rms_norm_eps"],
+        "vocab_size": config["vocab_size"],
+        **dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), config["head_dim"]),
+    }
+    for key, value in sizes.items():
+        getattr(writer, f"add_{key}")(value)
     kinds = gguf.LlamaFileType
     writer.add_file_type(kinds.MOSTLY_F16 if dtype == "float16" else kinds.ALL_F32)
     _add_tokenizer(writer, gguf.TokenType, folder, config)
-    for name, tensor in _tensors(folder):
+    for name, tensor in _tensors(folder, config["num_hidden_layers"]):
         if name.endswith((".attn_q.weight", ".attn_k.weight")):
             # llama.cpp turns neighbours, and Hugging Face a row and the one half a head later.
             count = heads if "attn_q" in name else kv_heads
@@ -114,18 +100,16 @@ def write_gguf(folder: Path, to: Path, dtype: str | None) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+def _tensors(folder: Path, layers: int) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor by llama.cpp's name."""
     from safetensors import safe_open
 
+    gguf: Any = import_module("gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "numpy") as file:
             for name in file.keys():  # noqa: SIM118 (no dictionary)
-                if name in _OUTER:
-                    yield _OUTER[name], file.get_tensor(name)
-                    continue
-                _, _, layer, rest = name.split(".", 3)
-                part = _NAMES[rest.removesuffix(".weight")]
-                yield f"blk.{layer}.{part}.weight", file.get_tensor(name)
+                yield names.get_name(name, (".weight",)), file.get_tensor(name)
 
 
 def _add_tokenizer(writer: Any, kinds: Any, folder: Path, config: Mapping[str, Any]) -> None:

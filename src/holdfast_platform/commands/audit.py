@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.api.progress import StageProgress
 from holdfast.api.replay import replay_steps
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Json, RunArgument
+from holdfast.cli.options import Json, RunArgument, refuse_beside
 from holdfast.cli.read_errors import explain_read_errors
+from holdfast.errors import ConfigError, RunFolderError
 from holdfast.launch.run.runs import open_run
-from holdfast.show.output import print_json, print_table
+from holdfast.show.output import print_json, print_table, say
 
 app = make_app("Recompute steps of a run, and keep the signed record of its model.")
-
-
-@app.callback()
-def audit() -> None:
-    """Keep `replay` a word of its own."""
 
 
 @app.command()
@@ -69,3 +66,157 @@ def replay(
     for reason in result.unlike:
         print(f"  (bits need not be equal: {reason})")
     return 0 if result.ok else 1
+
+
+@app.command()
+def record(
+    run: RunArgument,
+    licence: Annotated[
+        list[str] | None,
+        typer.Option("--licence", help="SOURCE=LICENCE of the training data; may be repeated"),
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option(help="JSON file with results of an evaluation")
+    ] = None,
+    approve: Annotated[str, typer.Option("--approve", help="name of who approves the model")] = "",
+    note: Annotated[str, typer.Option(help="a sentence about the approval")] = "",
+    export: Annotated[Path | None, typer.Option(help="folder of an export of the model")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="private key (PEM): sign the record with it")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Add to the record of a run's model, and sign it.
+
+    Each call records the training as it is now: steps, a digest of each step's ledger and loss,
+    configuration, code, checkpoint, and the newest validation. The first call needs a licence for
+    each source of the data. A line of the record is only added, and has the hash of the line
+    before it.
+
+    \b
+    Example:
+      holdfast audit record runs/quickstart --licence python-stdlib=PSF-2.0 --key key.pem
+      holdfast audit record runs/quickstart --approve "A. Person" --export model --key key.pem
+    """
+    from holdfast_platform.governance import facts
+    from holdfast_platform.governance.record import append, file_hashes, read_record, record_path
+    from holdfast_platform.governance.signing import sign
+
+    found = open_run(run)
+    refuse_beside("no --approve", {"--note": note if not approve else ""})
+    before = read_record(found.folder)
+    licences = _licences(licence or [])
+    bodies: list[tuple[str, Mapping[str, Any]]] = []
+    with explain_read_errors(found.place):
+        if licences or before.last("data") is None:
+            bodies.append(("data", facts.data_body(found, licences)))
+        bodies.append(("training", facts.training_body(found)))
+        if (results := facts.evaluation_body(found, evaluation)) is not None:
+            bodies.append(("evaluation", results))
+    if approve:
+        bodies.append(("approval", {"name": approve, "note": note}))
+    if export is not None:
+        if not export.is_dir():
+            raise ConfigError(
+                "there is no such folder", where=str(export), remedy="name an export's folder"
+            )
+        bodies.append(("export", {"folder": str(export.resolve()), "files": file_hashes(export)}))
+    bodies = [(kind, body) for kind, body in bodies if before.last(kind) != body]
+    entries = [append(found.folder, kind, body) for kind, body in bodies]
+    if key is not None:
+        sign(found.folder, key)
+    numbers = {"record": str(record_path(found.folder)), "added": [e.kind for e in entries]}
+    if json:
+        print_json(numbers | {"signed": key is not None})
+        return
+    said = ", ".join(e.kind for e in entries) or "nothing new"
+    say(f"{numbers['record']}: {said}{'; signed' if key else ''}")
+
+
+def _licences(given: list[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equal, licence = text.partition("=")
+        if not (name and equal and licence):
+            raise ConfigError(
+                f"{text!r} is not SOURCE=LICENCE",
+                where="--licence",
+                remedy="write the name of a source, =, and its licence",
+            )
+        found[name] = licence
+    return found
+
+
+@app.command()
+def verify(
+    run: RunArgument,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="public key (PEM): check the signature with it")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Check the record of a model against its run, and its signature. Exit code 1 for a problem.
+
+    It names a changed line, a source without a licence, and a step that is missing or was changed.
+    It names a checkpoint and a file of an export that are not the recorded ones.
+
+    \b
+    Example:
+      holdfast audit verify runs/quickstart --key key.pub.pem
+    """
+    from holdfast_platform.governance.facts import find_problems
+    from holdfast_platform.governance.record import read_record, record_path
+    from holdfast_platform.governance.signing import find_signature_problem
+
+    found = open_run(run)
+    record = read_record(found.folder)
+    if not record.entries and not record.problems:
+        raise RunFolderError(
+            "this run has no record",
+            where=found.place,
+            remedy="make one: holdfast audit record RUN",
+        )
+    with explain_read_errors(found.place):
+        problems = list(find_problems(found, record))
+    if key is not None and (problem := find_signature_problem(found.folder, key)):
+        problems.insert(0, f"signature: {problem}")
+    if json:
+        print_json({"entries": len(record.entries), "head": record.head, "problems": problems})
+    elif problems:
+        print("\n".join(problems), flush=True)
+    else:
+        signed = "its signature and all it says" if key else "all it says"
+        say(f"{record_path(found.folder)}: {len(record.entries)} entries, {signed} agree")
+    return 1 if problems else 0
+
+
+@app.command()
+def card(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option("--to", help="Markdown file; must not exist")],
+) -> None:
+    """Write a model card from the record, with a summary in the order of the EU AI Act's Annex XI.
+
+    \b
+    Example:
+      holdfast audit card runs/quickstart --to MODEL_CARD.md
+    """
+    from holdfast_platform.governance.card import model_card
+    from holdfast_platform.governance.record import read_record
+
+    found = open_run(run)
+    read = read_record(found.folder)
+    if read.problems or not read.entries:
+        raise RunFolderError(
+            read.problems[0] if read.problems else "this run has no record",
+            where=found.place,
+            remedy="see: holdfast audit verify RUN",
+        )
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(model_card(read, found.config.model_dump(mode="json")))
+    except OSError as error:
+        raise ConfigError(
+            f"it cannot be written ({error.strerror})", where=str(to), remedy="name another file"
+        ) from None
+    say(f"wrote {to}")

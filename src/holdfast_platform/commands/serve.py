@@ -72,8 +72,10 @@ def serve(
 
     if canary is None:
         refuse_beside("one model", {"--ab": ab})
-    if drift is None:
-        refuse_beside("no --drift", {"--on-drift": on_drift})
+    if drift is None and on_drift is not None:
+        raise ConfigError(
+            "nothing looks for drift", where="--on-drift", remedy="name the baseline with --drift"
+        )
     if not 0 < share <= 0.5:
         raise ConfigError(
             f"{share:g} is no share of a second model",

@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.evaluation.results import TaskResult, TaskResults
 from holdfast.model.new_folder import new_folder
-from holdfast_platform.registry.registry import Decide, Registry, State
+from holdfast_platform.registry.registry import Decide, Registry, State, sha256_of
 
 ALIAS, INDEX = "promoted", "holdfast.index"
 _EXPERIMENT = "holdfast-registry"
@@ -55,7 +55,11 @@ class MlflowRegistry(Registry):
         run = self._client.create_run(number or self._client.create_experiment(_EXPERIMENT))
         self._client.log_artifacts(run.info.run_id, str(folder), "model")
         self._client.set_terminated(run.info.run_id)
-        files = {p.name: {"bytes": p.stat().st_size} for p in folder.iterdir() if p.is_file()}
+        files = {
+            path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+            for path in folder.iterdir()
+            if path.is_file()
+        }
         made = self._client.create_model_version(
             self._name,
             f"{run.info.artifact_uri}/model",

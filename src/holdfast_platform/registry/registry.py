@@ -124,7 +124,7 @@ class StoreRegistry(Registry):
     def add(self, folder: Path, source: Mapping[str, Any]) -> int:
         files = {}
         for path in sorted(path for path in folder.iterdir() if path.is_file()):
-            digest = _sha256(path)
+            digest = sha256_of(path)
             with suppress(AlreadyExistsError):  # of another version
                 self._store.create(f"files/{digest}", _pieces(path))
             files[path.name] = {"sha256": digest, "bytes": path.stat().st_size}
@@ -151,7 +151,7 @@ class StoreRegistry(Registry):
                         piece = bytearray(min(_PIECE_BYTES, file["bytes"] - start))
                         self._store.read_into(f"files/{file['sha256']}", start, memoryview(piece))
                         out.write(piece)
-                if _sha256(partial / name) != file["sha256"]:
+                if sha256_of(partial / name) != file["sha256"]:
                     raise CorruptError(f"{name} of version {version} has other bytes than it had")
 
     def results(self, version: int) -> TaskResults:
@@ -168,7 +168,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
             yield piece
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     for piece in _pieces(path):
         digest.update(piece)

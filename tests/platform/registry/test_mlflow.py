@@ -44,7 +44,7 @@ def test_versions_are_promoted_and_rolled_back(
         registry.roll_back()
 
     again = MlflowRegistry("qa", uri)
-    assert again.state().versions[2]["files"] == {"config.json": {"bytes": 6}}
+    assert again.state().versions[2]["files"]["config.json"]["bytes"] == 6
     again.fetch(again.state().find("promoted"), tmp_path / "fetched")
     assert (tmp_path / "fetched/config.json").read_text() == "first"
     result = TaskResult("t", "d", "accuracy", True, [[1.0, 1.0]], ["yes"])

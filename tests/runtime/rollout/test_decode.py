@@ -119,7 +119,7 @@ def test_bits_depend_on_the_request_alone(
         wrong = [each.key for each in made if each != wanted[each.key]]
         assert not wrong, f"{slots} slots: {len(wrong)} completions differ"
     assert {each.finish for each in wanted.values()} == {"stop", "length"}
-    taken = make(2)  # it continues what others began, next to a text of its own
+    taken = make(2)  # it continues what another one began, next to a text of its own
     for each in asked:
         whole = wanted[each.key]
         if len(whole.tokens) < 2:
@@ -251,14 +251,17 @@ def test_weights_are_copied_in_place_and_forget_what_was_read() -> None:
         return sorted(decoder.generate(asked, 0), key=lambda each: each.key)
 
     wanted, memory = all_of(), [p.data_ptr() for p in decoder._model.parameters()]
+    read = decoder.read(asked[0], wanted[0].tokens)
     decoder.load(second.state_dict())
     assert all_of() != wanted
+    assert decoder.read(asked[0], wanted[0].tokens) != read
     broken = {name: value * torch.nan for name, value in first.state_dict().items()}
     decoder.load(broken)
     with pytest.raises(UserError, match="not finite"):
         all_of()
     decoder.load(first.state_dict())
     assert all_of() == wanted
+    assert decoder.read(asked[0], wanted[0].tokens) == read
     assert [p.data_ptr() for p in decoder._model.parameters()] == memory
     with pytest.raises(ValueError, match="names differ"):
         decoder.load({})

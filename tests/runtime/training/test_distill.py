@@ -172,6 +172,12 @@ def test_a_teacher_reads_a_completion_in_the_place_of_its_tokens() -> None:
     }
 
 
+def test_trainers_alone_have_the_teacher() -> None:
+    objective = {"kind": "distill", "reference": {"model": "teacher"}, "beta": 0.5}
+    config = RunConfig.model_validate({"model": {"preset": "tiny"}, "objective": objective, **OWN})
+    assert not config.has_read_reference  # which actors would read with
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

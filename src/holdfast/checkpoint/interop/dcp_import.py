@@ -1,4 +1,4 @@
-"""A checkpoint out of a folder of `torch.distributed.checkpoint`.
+"""A checkpoint out of a folder of `torch.distributed.checkpoint`, or of any flat state.
 
 Weights alone become the state after step 0. With the optimizer's moments, the state is that after
 the optimizer's last step, since AdamW's step count is the step. The run continues from there, with
@@ -7,10 +7,10 @@ its own data and its own schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,25 @@ from holdfast.core.json_parsing import JsonObject
 from holdfast.core.sharding.state_table import LOSS_SCALE_ROW, MODEL_PREFIX, TensorSpec, state_table
 from holdfast.errors import CheckpointError
 from holdfast.wire.store.run_store import RunStore
+
+
+class FlatTensor(Protocol):
+    """A tensor's description. dtype: by safetensors' name."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class FlatState(Protocol):
+    """Tensors by flat names, and the names of what is no tensor; `DcpFolder` is one."""
+
+    @property
+    def tensors(self) -> Mapping[str, FlatTensor]: ...
+    @property
+    def non_tensors(self) -> Sequence[str]: ...
+    def iterate_rows(self, name: str, dtype: str, unit: int = 1) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -64,12 +83,39 @@ def import_dcp(
     Raises CheckpointError when the run has checkpoints already, or the folder does not hold this
     complete model, or has the moments of another optimizer.
     """
+    return import_flat(
+        store,
+        DcpFolder.open(folder),
+        folder,
+        model,
+        precision,
+        position_of_step=position_of_step,
+        weights_only=weights_only,
+        optimizer=optimizer,
+        config_hash=config_hash,
+        dataset_version=dataset_version,
+    )
+
+
+def import_flat(
+    store: RunStore,
+    found: FlatState,
+    folder: Path,
+    model: ModelConfig,
+    precision: str = "fp32",
+    *,
+    position_of_step: Callable[[int], int] = lambda step: 0,
+    weights_only: bool = False,
+    optimizer: OptimizerConfig | None = None,
+    config_hash: str = "",
+    dataset_version: str = "",
+) -> ImportResult:
+    """Commit a state under flat names, as `import_dcp` does; `folder` is where it lies."""
     if taken := list_commits(store):
         raise CheckpointError(
             f"the run has checkpoints already ({taken[0]})",
             remedy="import into a new run folder, with folder=<path>",
         )
-    found = DcpFolder.open(folder)
     rows_here = state_table(model, precision, optimizer)
     table = tuple(spec for spec in rows_here if spec != LOSS_SCALE_ROW)
     choice = recognise_scheme(model, found.tensors)
@@ -111,7 +157,7 @@ def import_dcp(
     return ImportResult(commit, scheme, state is not None, left)
 
 
-def _find_optimizer_prefix(dcp_folder: DcpFolder, rows: dict[str, FlatName]) -> str | None:
+def _find_optimizer_prefix(dcp_folder: FlatState, rows: dict[str, FlatName]) -> str | None:
     """What stands before the optimizer's names; None where not every moment is there."""
     for before in OPTIMIZER_PREFIXES:
         needed = (row.state_name(moment, before) for row in rows.values() for moment in MOMENTS)
@@ -121,7 +167,7 @@ def _find_optimizer_prefix(dcp_folder: DcpFolder, rows: dict[str, FlatName]) -> 
 
 
 def _read_step(
-    folder: Path, dcp_folder: DcpFolder, rows: dict[str, FlatName], optimizer: str
+    folder: Path, dcp_folder: FlatState, rows: dict[str, FlatName], optimizer: str
 ) -> int:
     """Return how often the parameters were updated; it is the same for all of them."""
     steps = set()
@@ -160,7 +206,7 @@ def _find_source(
 
 
 def _check_source(
-    folder: Path, dcp_folder: DcpFolder, spec: TensorSpec, row: FlatName, theirs: str | None
+    folder: Path, dcp_folder: FlatState, spec: TensorSpec, row: FlatName, theirs: str | None
 ) -> None:
     if theirs is None:
         return
@@ -180,7 +226,7 @@ def _check_source(
 
 
 def _tensor_chunks(
-    dcp_folder: DcpFolder, spec: TensorSpec, row: FlatName, theirs: str | None
+    dcp_folder: FlatState, spec: TensorSpec, row: FlatName, theirs: str | None
 ) -> Iterator[Bytes]:
     """The bytes of one state tensor; zeros where there is nothing of it, and in padding rows."""
     written = 0

@@ -77,7 +77,7 @@ LATER_KEYS = frozenset(
             *("newton_schulz_steps", "slots", "smallest_scale", "source"),
             "state_dtype",
         ),
-        "train.schedule": ("args", "source"),
+        "train.schedule": ("args", "counts_from", "source"),
     }.items()
     for name in names
 )

@@ -68,7 +68,7 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
     train = loaded.config.train
     schedule, steps = train.schedule, train.steps
     if schedule.is_function:
-        for key in ("warmup_steps", "decay_steps", "final_ratio"):
+        for key in ("warmup_steps", "decay_steps", "final_ratio", "counts_from"):
             if _given(loaded, f"train.schedule.{key}"):
                 what = f"has no effect on schedule.kind {schedule.kind}"
                 yield f"train.schedule.{key}", what, "remove it"

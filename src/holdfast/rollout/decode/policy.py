@@ -219,8 +219,9 @@ class PolicyDecoder(CompletionSource):
 
     def _new_tile(self) -> list[TileCache]:
         capacity = math.ceil(self.max_length / BLOCK) * BLOCK
-        like = torch.empty(0, dtype=self._dtype, device=self._device)
-        return [TileCache(self.config, capacity, like) for _ in range(self.config.layers)]
+        with torch.inference_mode(False):  # `load` zeroes it, outside of that mode
+            like = torch.empty(0, dtype=self._dtype, device=self._device)
+            return [TileCache(self.config, capacity, like) for _ in range(self.config.layers)]
 
     def _refuse(self, request: CompletionRequest) -> None:
         """Raises UserError for a request that does not fit."""

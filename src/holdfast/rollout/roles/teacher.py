@@ -23,6 +23,8 @@ from holdfast.training.compress.teach import likeliest
 from holdfast.training.engine.precision import Precision
 from holdfast.training.engine.task import open_weights
 
+_PLACES = 256  # whose logits are in memory at a time
+
 
 class Teacher:
     """Belongs to the loader's thread. decoder: in the precision of its weights."""
@@ -64,6 +66,8 @@ class Teacher:
         where = self._decoder.head_weight.device
         with serial_kernels():
             hidden = self._decoder.hidden(torch.from_numpy(inputs).to(where))[0]
-            places = hidden[first - 1 : len(tokens) - 1]
-            ids, logps = likeliest(self._decoder, places, self._temperature, self._count)
+            places = hidden[first - 1 : len(tokens) - 1].split(_PLACES)
+            how = self._temperature, self._count
+            parts = [likeliest(self._decoder, part, *how) for part in places]
+        ids, logps = (np.concatenate(of_parts) for of_parts in zip(*parts, strict=True))
         return {TEACHER_IDS: ids, TEACHER_LOGPS: logps}
