@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 import holdfast
+from holdfast.errors import ConfigError
 from holdfast_platform.search.file import read_search
+from holdfast_platform.search.ray_tune import TrialRun, trainable
 from holdfast_platform.search.trial import State, Trial
 from tests.support.commands import apart, here, start, write_run_file
 
@@ -205,3 +207,55 @@ def test_trials_branch_where_only_later_steps_differ(
     apart("train", root / "run.yaml", *words, deadline=DEADLINE_S).succeeds()
     alone = [r for r in holdfast.journal(root / "alone") if r["kind"] == "evaluated"]
     assert alone[-1]["loss"] == by_rate[3e-3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("trials_end_here")
+def test_a_trial_of_ray_tune_that_is_lost_continues(root: Path, tmp_path: Path) -> None:
+    """Its process is killed after a validation, and Ray starts the trial again elsewhere."""
+    keys = {"train.steps": 6, "layout.workers": 1}
+    config = {"run_file": str(root / "run.yaml"), "folder": str(root / "trials"), "keys": keys}
+    calm = TrialRun(config, "calm")
+    expected = [calm.next_validation(), calm.next_validation()]
+    assert [result["done"] for result in expected] == [False, True]
+    lost = TrialRun(config, "lost")
+    first = lost.next_validation()
+    lost.save(str(tmp_path))
+    for process in trainers(root / "trials/lost"):
+        with suppress(psutil.Error):
+            process.kill()
+    again = TrialRun(config, "lost")
+    again.load(str(tmp_path))
+    assert [first, again.next_validation()] == expected
+    with pytest.raises(ConfigError, match="of another one"):
+        TrialRun(config, "other").load(str(tmp_path))
+    with pytest.raises(ConfigError, match="keys of the run file go into keys"):
+        TrialRun({**config, "train.steps": 6}, "other")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("trials_end_here")
+def test_ray_tune_runs_trials(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray.tune", reason="pip install 'holdfast[tune]'")
+    import ray
+    from ray import tune
+
+    ray.init(num_cpus=1, include_dashboard=False)
+    try:
+        rates = tune.grid_search([1e-3, 1e-2])
+        keys = {"train.steps": 6, "layout.workers": 1, RATE: rates}
+        found = tune.Tuner(
+            trainable(),
+            param_space={
+                "run_file": str(root / "run.yaml"),
+                "folder": str(root / "trials"),
+                "keys": keys,
+            },
+            tune_config=tune.TuneConfig(metric="loss", mode="min"),
+            run_config=tune.RunConfig(storage_path=str(tmp_path / "ray")),
+        ).fit()
+    finally:
+        ray.shutdown()
+    assert not found.errors
+    assert {result.metrics["train_step"] for result in found} == {6}
+    assert found.get_best_result().config["keys"][RATE] == 1e-2

@@ -28,7 +28,7 @@ from holdfast_platform.search.trial import (
     words_of,
 )
 
-IDENTITY, REPORT, BEST = "search.json", "report.json", "run"
+IDENTITY, REPORT, BEST = "identity", "report.json", "run"
 READ_S = 2.0  # between two looks at the evaluations of a trial at work
 Say = Callable[[str], None]
 MAX_STARTS_WITHOUT_PROGRESS = 3
