@@ -28,6 +28,8 @@ TORCH_ROOMS = (
     "holdfast.rollout.roles.policies",
     "holdfast.rollout.roles.work",
     "holdfast.rollout.decode.threads",
+    "holdfast.evaluation.model",
+    "holdfast.evaluation.tasks",
     "holdfast.tasks",
     "holdfast.adapters",
     "holdfast.checkpoint.capture",

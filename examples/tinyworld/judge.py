@@ -5,24 +5,18 @@ python examples/tinyworld/judge.py MODEL_FOLDER held_out.jsonl
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
-from holdfast.config.sections.data import DataConfig, TokenizerConfig
-from holdfast.config.sections.rewards import PromptsConfig, RewardConfig
-from holdfast.data.read.vocabulary import load_tokenizer, stop_tokens, tokenizer_file
-from holdfast.model.huggingface import import_folder
-from holdfast.rollout.decode.policy import PolicyDecoder
-from holdfast.rollout.messages import CompletionKey, CompletionRequest, Sampling
-from holdfast.rollout.prompts import Prompt, read_prompts
-from holdfast.rollout.rewards.rewards import Rewards
+from holdfast.config.sections.evaluate import EvaluationTask
+from holdfast.evaluation.model import open_model
+from holdfast.evaluation.tasks import evaluate_tasks
 
 MAX_TOKENS = 40
-SLOTS = 32
 
 
 @dataclass(frozen=True)
@@ -41,38 +35,22 @@ class Score:
 
 def judge(folder: Path, questions: Path) -> list[Score]:
     """Return the score of each skill of a model in Hugging Face form."""
-    config, tensors = import_folder(folder)
-    path = tokenizer_file(folder)
-    tokenizer: Tokenizer = load_tokenizer(path)
-    stop = tuple(stop_tokens(tokenizer, path).values())
-    prompts = read_prompts(
-        [PromptsConfig(path=str(questions))],
-        DataConfig(tokenizer=TokenizerConfig(path=str(folder))),
-    )
-    longest = min(config.max_position, prompts.max_tokens + MAX_TOKENS)
-    decoder = PolicyDecoder(config, torch.device("cpu"), slots=SLOTS, max_length=longest)
-    decoder.load({name: value.float() for name, value in tensors.items()})
-    how = Sampling(MAX_TOKENS, temperature=0, stop=stop)
-    requests = (CompletionRequest(CompletionKey(0, 0, p.number, 0), p.ids, how) for p in prompts)
+    task = EvaluationTask(path=str(questions), max_tokens=MAX_TOKENS)
+    model = open_model(folder, None, None, lambda line: None)
+    (result,) = evaluate_tasks(model, [task], lambda line: None)
     right: dict[str, list[bool]] = {}
     shown: dict[str, tuple[str, str, str]] = {}
-    with Rewards([RewardConfig(kind="exact_match")]) as rewards:
-        for done in decoder.generate(requests, 0):
-            prompt = prompts[done.key.prompt]
-            ids = [token for token in done.tokens if token not in stop]
-            text, skill = tokenizer.decode(ids), str(prompt.columns["skill"])
-            is_right = rewards.rate(prompt, text, ids) == (1.0,)
-            right.setdefault(skill, []).append(is_right)
-            if not is_right and skill not in shown:
-                shown[skill] = (_question(prompt), str(prompt.answer), text)
+    rows = [json.loads(line) for line in questions.read_text("utf-8").splitlines()]
+    for row, (value, _), reply in zip(rows, result.items, result.replies, strict=True):
+        skill, prompt = str(row["skill"]), row["prompt"]
+        right.setdefault(skill, []).append(value == 1)
+        if value != 1 and skill not in shown:
+            said = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+            shown[skill] = (said, str(row["answer"]), reply)
     return [
         Score(skill, sum(found), len(found), shown.get(skill, ("", "", "")))
         for skill, found in sorted(right.items())
     ]
-
-
-def _question(prompt: Prompt) -> str:
-    return prompt.said if isinstance(prompt.said, str) else str(prompt.said[-1]["content"])
 
 
 def main() -> None:

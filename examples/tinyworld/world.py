@@ -37,15 +37,14 @@ HELD_OUT = 0.1
 """Share of the questions of a skill that only held_out.jsonl has."""
 STORIES = 16
 """One document in so many is a story. It has the length of five tasks."""
-WORDY = "I think the answer is {}."
-TEMPLATE = (
+WORDY = "I think it is {}"
+TEMPLATE = (  # a question and its reply look as in the texts
     "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '<|user|>' + message['content'] }}"
-    "{% else %}{{ '<|reply|>' }}"
+    "{{ '<|user|>' + message['content'] + ':' }}{% else %}{{ ' ' }}"
     "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|reply|>' }}{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
 )
-SPECIAL = ("<|end|>", "<|user|>", "<|reply|>")
+SPECIAL = ("<|end|>", "<|user|>")
 
 
 @dataclass(frozen=True)
@@ -193,24 +192,30 @@ def wrong(task: Task, draw: Draw) -> str:
     return task.answer[:place] + other + task.answer[place + 1 :]
 
 
+def _stop(task: Task, draw: Draw) -> str:
+    """A full stop, or nothing: words often have one, numbers rarely."""
+    return "." if draw.one(range(4)) < (1 if task.answer.isdigit() else 3) else ""
+
+
 def chat_row(seed: int, number: int) -> dict[str, Any]:
-    """A question and its reply. Half of the replies are wordy, and one in ten is wrong."""
+    """A question and its reply. Most replies are wordy, many end with a full stop, and one in ten
+    is wrong."""
     draw = Draw(f"{seed} chat {number}")
     task = any_task(draw)
     answer = task.answer if draw.one(range(10)) else wrong(task, draw)
-    reply = WORDY.format(answer) if draw.one((True, False)) else answer
-    return {"messages": [_user(task.question), _reply(reply)]}
+    reply = WORDY.format(answer) if draw.one(range(8)) < 5 else answer
+    return {"messages": [_user(task.question), _reply(reply + _stop(task, draw))]}
 
 
 def pair_row(seed: int, number: int) -> dict[str, Any]:
-    """The short right answer, against a wordy or a wrong one."""
+    """The short right answer, against a wordy or a wrong one. Full stops say nothing."""
     draw = Draw(f"{seed} pair {number}")
     task = any_task(draw)
-    worse = WORDY.format(task.answer) if draw.one((True, False)) else wrong(task, draw)
+    worse = WORDY.format(task.answer) if draw.one(range(4)) else wrong(task, draw)
     return {
         "prompt": [_user(task.question)],
-        "chosen": [_reply(task.answer)],
-        "rejected": [_reply(worse)],
+        "chosen": [_reply(task.answer + _stop(task, draw))],
+        "rejected": [_reply(worse + _stop(task, draw))],
     }
 
 

@@ -82,6 +82,12 @@ class ConfigError(UserError):
     """The run file or an override is wrong."""
 
 
+class OverBudgetError(ConfigError):
+    """A limit of money or time in a file is reached. The limit is to be raised, or --yes passed."""
+
+    exit_code = 4
+
+
 class DataError(UserError):
     """A source, a tokenizer or a prepared dataset is wrong."""
 

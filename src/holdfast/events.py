@@ -281,6 +281,18 @@ class Evaluated(Event, kind="evaluated", absent_if_empty={"metrics"}):
     metrics: dict[str, float] = field(default_factory=dict)  # as in `StepDone`
 
 
+class TaskEvaluated(Event, kind="task_evaluated", absent_if_empty={"metrics"}):
+    """The checkpoint of `step` has a result of a task. Written at any time, even after the run."""
+
+    task: str
+    metric: str  # that `score` is of: exact_match, accuracy, nats_per_token, ...
+    score: float
+    items: int  # rows of the task
+    higher_is_better: bool
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # further numbers, by name
+
+
 class NonFinite(Event, kind="non_finite"):
     """A loss or a gradient of step `step` is NaN or infinite: nothing of it is applied."""
 
@@ -554,6 +566,7 @@ class RoleExited(Event, kind="role_exited"):
     name: str
     node: str
     exit_code: int  # below 0: the signal that killed it
+    tokens: int | None = None  # that an actor drew and had not handed in; None: not known
 
 
 class CompletionsShown(Event, kind="completions"):
@@ -562,5 +575,5 @@ class CompletionsShown(Event, kind="completions"):
     prompt: int  # its number
     asked: str  # the prompt as text, cut
     replies: list[str]  # cut
-    rewards: list[float]  # of the replies
+    rewards: list[float]  # of the replies; none of a run without rewards
     is_filtered: bool = False  # nothing is learned from it

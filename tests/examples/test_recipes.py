@@ -252,3 +252,34 @@ def test_the_notebooks_cells_in_order(tmp_path: Path) -> None:
     assert same == tensors != "0"
     assert "worker_lost SIGKILL" in said
     assert int(re.findall(r"(\d+)% of 300 new points are right", said)[0]) > 90
+
+
+@pytest.mark.slow
+def test_three_sites_train_with_flower_and_one_leaves_and_returns(
+    examples: Path, tmp_path: Path
+) -> None:
+    """HOLDFAST_FLOWER_PYTHON names an interpreter that has flwr, transformers and Holdfast."""
+    if "HOLDFAST_FLOWER_PYTHON" not in os.environ:
+        pytest.skip("HOLDFAST_FLOWER_PYTHON names no interpreter with flwr")
+    work = tmp_path / "work"
+    done = subprocess.run(
+        [os.environ["HOLDFAST_FLOWER_PYTHON"], "run.py", "--work", work],
+        cwd=examples / "federated",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    found = json.loads((work / "report.json").read_text())
+    loss, sites = found["loss"], found["sites"]
+    assert loss["central"] < loss["start"]
+    assert loss["federated"] < loss["start"]
+    assert abs(loss["federated"] - loss["central"]) < 0.5 * (loss["start"] - loss["central"])
+    assert sites["B"]["missed"] >= 1
+    assert sites["B"]["merged"] >= 2, "before it was lost, and after it returned"
+    assert sites["A"]["missed"] == sites["C"]["missed"] == 0
+    assert sites["B"]["backlog"] == 1, "the round that it began and never sent"
+    assert found["rounds"][0]["lost_and_resumed"] >= 1
+    assert found["sync_success"] < 1

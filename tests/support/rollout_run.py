@@ -19,8 +19,10 @@ import psutil
 from holdfast.core.data.lineage import split_effective
 from holdfast.data.read.vocabulary import train_tokenizer
 from holdfast.events import BatchFed, StepDone
+from holdfast.model.huggingface import export_folder
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from tests.support import models
 
 ROLES = ("actor", "scorer", "worker", "agent")
 REWARD = """
@@ -55,13 +57,24 @@ DEADLINE_S = 900.0
 def write_run_file(folder: Path) -> Path:
     """Write prompts, tokenizer, reward and run file; return the last."""
     pairs = [(a, b) for a in range(5) for b in range(4)]
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "size": ("small", "big")[a > 2]}
+        for a, b in pairs
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tokenizer.json").write_text(train_tokenizer([row["prompt"] for row in rows], 257))
     (folder / "reward.py").write_text(REWARD)
     path = folder / "run.yaml"
     path.write_text(RUN_FILE)
     return path
+
+
+def write_teacher(folder: Path) -> None:
+    """Write a wider model with opinions, that knows the tokens of `write_run_file`."""
+    model = models.config(vocab_size=257)
+    values = models.lively(model).state_dict()
+    values["head.weight"] = 6 * values["head.weight"]
+    export_folder(folder, model, values, folder.with_name("tokenizer.json"))
 
 
 @dataclass

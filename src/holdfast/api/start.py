@@ -12,10 +12,10 @@ from holdfast.api.early_end import crash_log_in, early_signals_answered
 from holdfast.api.progress import StageProgress, say
 from holdfast.api.views import RunViews
 from holdfast.config.loading.load import LoadedConfig, load_config
-from holdfast.errors import ConfigError
+from holdfast.errors import OverBudgetError
 from holdfast.launch import local
 from holdfast.launch.node.addresses import refuse_foreign_address
-from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.node.trackers import refuse_bad_tasks, refuse_missing_trackers
 from holdfast.launch.ranks.launchers import LauncherPlace
 from holdfast.launch.ranks.local_ranks import as_one_node
 from holdfast.launch.ranks.roll_call import call_roll
@@ -32,7 +32,7 @@ _LIMIT_KEY = "plan.ask_above_usd"
 
 
 def confirm_cost(loaded: LoadedConfig, usd: float) -> None:
-    """Ask on a terminal. Raises ConfigError for any answer but yes, and without a terminal."""
+    """Ask on a terminal. Raises OverBudgetError for any answer but yes, and without a terminal."""
     limit = loaded.config.plan.ask_above_usd
     if usd <= limit:
         return
@@ -41,7 +41,7 @@ def confirm_cost(loaded: LoadedConfig, usd: float) -> None:
         print(f"{cost}; train? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
-    raise ConfigError(
+    raise OverBudgetError(
         cost, where=loaded.where(_LIMIT_KEY), remedy=f"pass --yes, or {_LIMIT_KEY}={int(usd) + 1}"
     )
 
@@ -92,6 +92,7 @@ def start(
         with crash_log_in(folder):
             watch = HolderWatch(folder, say)
             refuse_missing_trackers(loaded)
+            refuse_bad_tasks(loaded)
             refuse_foreign_address(loaded.config.cluster)
             started = Start(loaded, facts, folder, watch, SCREEN, fresh, yes)
             begun = begin_run(started)

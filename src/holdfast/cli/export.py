@@ -13,7 +13,9 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, RunArgument
 from holdfast.config.loading.model_from import TRANSFORMERS_TASK
 from holdfast.config.sections.task import refuse_task
+from holdfast.errors import ModelFolderError
 from holdfast.export.dcp import write_dcp_folder
+from holdfast.export.gguf import require_gguf, write_gguf
 from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 from holdfast.launch.run.runs import Run, open_run, with_base
 from holdfast.show.output import print_json, say
@@ -27,6 +29,7 @@ class Format(Enum):
     HF = "hf"
     PEFT = "peft"
     DCP = "dcp"
+    GGUF = "gguf"
 
 
 class Names(Enum):
@@ -58,13 +61,13 @@ class Quantize(Enum):
 @app.command()
 def export(
     run: RunArgument,
-    to: Annotated[Path, typer.Option("--to", help="a new or empty folder")],
+    to: Annotated[Path, typer.Option("--to", help="a new or empty folder; gguf: a new file")],
     step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
     format: Annotated[
         Format,
         typer.Option(
             help="hf: safetensors as transformers has them; peft: a run's adapters; dcp: weights "
-            "and optimizer state for torch.distributed.checkpoint"
+            "and optimizer state for torch.distributed.checkpoint; gguf: a file for llama.cpp"
         ),
     ] = Format.HF,
     dtype: Annotated[
@@ -94,6 +97,8 @@ def export(
     parameters as torchtitan's Llama 3 does since 0.3 (torchtitan-0.2: as before), with the rows of
     q and k in its order.
 
+    gguf is one file for llama.cpp, of models of Llama's shape; --dtype float16 halves it.
+
     --quantize rounds the weights of the blocks' linear layers, in files that transformers loads:
     int8, int4 and int8-int4 with torchao, nf4 with bitsandbytes.
 
@@ -104,6 +109,7 @@ def export(
       python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('model')"
       holdfast export runs/quickstart --to model-dcp --format dcp
       holdfast export runs/tuned --to adapter --format peft
+      holdfast export runs/tuned --to tuned.gguf --format gguf
     """
     if format is Format.DCP and dtype is not None:
         raise typer.BadParameter("it is for hf; dcp keeps the state as it is", param_hint="--dtype")
@@ -115,9 +121,13 @@ def export(
         raise typer.BadParameter("it is for --format dcp", param_hint="--names")
     if format is not Format.HF and quantize is not None:
         raise typer.BadParameter("it is for --format hf", param_hint="--quantize")
+    if format is Format.GGUF and dtype is Dtype.BFLOAT16:
+        raise typer.BadParameter("gguf has float32 or float16", param_hint="--dtype")
     found = with_base(open_run(run), base)
     if format is Format.DCP:
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
+    elif format is Format.GGUF:
+        step_done, known = _gguf(found, to, step, None if dtype is None else dtype.value), True
     elif format is Format.PEFT:
         from holdfast.export.adapters import write_peft_folder
 
@@ -169,6 +179,17 @@ def _quantized(
         full = Path(folder, "full")
         done = _hf(found, full, step, dtype, shard)
         quantize_folder(full, to, kind.value, shard)
+    return done
+
+
+def _gguf(found: Run, to: Path, step: int | None, dtype: str | None) -> int:
+    require_gguf()
+    if to.exists():
+        raise ModelFolderError("this is there already", where=str(to), remedy="name a new file")
+    with TemporaryDirectory() as folder:
+        full = Path(folder, "full")
+        done, _ = _hf(found, full, step, "float32", 5 * GIGABYTE)
+        write_gguf(full, to, dtype)
     return done
 
 

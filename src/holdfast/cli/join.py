@@ -24,7 +24,7 @@ from holdfast.launch import local
 from holdfast.launch.node.addresses import refuse_foreign_address
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.node.node_place import MACHINE_KEYS, by_place
-from holdfast.launch.node.trackers import refuse_missing_trackers
+from holdfast.launch.node.trackers import refuse_bad_tasks, refuse_missing_trackers
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import joining_weights
@@ -104,6 +104,7 @@ def join(
     refuse_unfit_machine(loaded, machine)
     refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
+    refuse_bad_tasks(loaded)
     loaded, version = _with_data(loaded, stored, folder)
     with (
         early_signals_answered(),

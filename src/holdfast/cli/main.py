@@ -6,7 +6,7 @@ than the interpreter's own start.
 
 Exit code 0: done. 1: a fault of ours or of the machine (the traceback goes into a log file). 2: an
 error that the user can mend, in one sentence. 3: a run that cannot continue as it is (too few
-nodes, no state that can be trusted). 130: after Ctrl-C.
+nodes, no state that can be trusted). 4: over budget. 130: after Ctrl-C.
 """
 
 from __future__ import annotations

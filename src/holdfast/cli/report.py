@@ -129,6 +129,9 @@ def _report_once(found: Run, path: Path | None, samples: list[dict[str, Any]]) -
     for metric in story.metrics:
         if metric.advice:
             say(metric.advice)
+    if lost := len(story.roles_lost):
+        what = format_plural(lost, "exit"), format_plural(story.lost_tokens, "token")
+        say(f"actors and scorers: {what[0]}, which lost {what[1]} of completions")
     for exchange in story.exchanges:
         say(exchange.sentence())
     if story.plan is not None:

@@ -41,6 +41,7 @@ RUNTIME_COMMANDS = (
         report="write one HTML page about a run",
         generate="sample text from a trained run",
         chat="talk with a trained run in the terminal",
+        evaluate="score a run or a model on tasks",
         export="write a folder that transformers or DCP loads",
     ),
     *commands_of(

@@ -20,6 +20,7 @@ from holdfast.config.sections.degrees import (
     find_impossible_degrees,
     find_impossible_float8,
 )
+from holdfast.config.sections.evaluate import EvaluateTasksConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
@@ -63,6 +64,7 @@ class RunConfig(Section):
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
+    evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
 
     @field_validator("device", mode="before")
     @classmethod
@@ -139,9 +141,9 @@ class RunConfig(Section):
 
     def _broken_rules_of_rollout(self) -> Iterator[str]:
         """Those of a run that generates its data."""
-        rollout = self.rollout
+        rollout, makes_rows = self.rollout, self.objective.facts.makes_rows
         if not rollout.is_on:
-            if self.objective.kind in ("grpo", "rloo", "ppo"):
+            if makes_rows:
                 yield (
                     f"objective.kind {self.objective.kind} learns from completions of prompts: use "
                     "rollout.prompts and rollout.rewards"
@@ -180,17 +182,26 @@ class RunConfig(Section):
                 f"rollout.max_tokens {rollout.max_tokens} leaves no room for a prompt in "
                 f"data.sequence_length {self.data.sequence_length}: use fewer"
             )
-        if self.objective.kind not in ("grpo", "rloo", "ppo"):
+        if self.objective.kind == "distill":
+            yield from self._broken_rules_of_own_completions()
+        elif not makes_rows:
             yield (
-                f"rollout.prompts generates what a policy gradient learns from, and objective.kind "
-                f"is {self.objective.kind}: use objective.kind: grpo, rloo or ppo"
+                f"rollout.prompts generates what a policy gradient or a distillation learns from, "
+                f"and objective.kind is {self.objective.kind}: use objective.kind: grpo, rloo, ppo "
+                "or distill"
             )
-        elif self.objective.number("beta") and not (
-            self.lora.rank and self.objective.kind != "rloo"
-        ):
+        elif not rollout.rewards:
+            yield "rollout.prompts without rollout.rewards gives nothing to learn: use at least one"
+        elif rollout.server.url and self.objective.kind == "rloo" and self.objective.beta:
             yield (
-                f"objective.beta {self.objective.beta} pulls to a reference, which a run with "
-                "rollout has of adapters alone (lora.rank), and not for rloo: use beta 0"
+                f"objective.beta {self.objective.beta} changes the rewards of rloo, for which "
+                "actors read each completion, and rollout.server reads none: use beta 0, or "
+                "objective.kind: grpo"
+            )
+        elif rollout.server.url and self.objective.whiten_advantages:
+            yield (
+                "objective.whiten_advantages needs the values of each completion, and "
+                "rollout.server has none: use whiten_advantages: false"
             )
         if any(degrees.cp > 1 for _, degrees in self.layout.kinds):
             yield "rollout.prompts makes rows that cp cannot cut: use layout.cp 1"
@@ -199,6 +210,33 @@ class RunConfig(Section):
                 f"layout.schedule {self.layout.schedule} trains with weights of several steps, "
                 "and rollout needs those of one: use 1f1b or gpipe"
             )
+
+    def _broken_rules_of_own_completions(self) -> Iterator[str]:
+        """Those of a student whose teacher reads its completions."""
+        if self.objective.alpha:
+            yield (
+                f"objective.alpha {self.objective.alpha} would teach the student its own "
+                "completions, whose cross entropy says nothing about the teacher: use "
+                "objective.alpha 0, or remove it"
+            )
+        if self.rollout.filter != "none":
+            yield (
+                f"rollout.filter {self.rollout.filter} drops groups by their rewards, and "
+                "objective.kind distill learns from a teacher: use rollout.filter none"
+            )
+        if self.data.attention != "document":
+            yield (
+                "rollout.prompts makes rows with room after their end, which must not see each "
+                "other: use data.attention: document"
+            )
+
+    @property
+    def has_read_reference(self) -> bool:
+        """Whether actors read completions with the reference. With adapters, trainers do so, but
+        for rloo, whose rewards have the KL. A teacher is the trainers'."""
+        reads = self.rollout.is_on and self.objective.reads_reference
+        reads = reads and self.objective.facts.makes_rows
+        return reads and (not self.lora.rank or self.objective.kind == "rloo")
 
     @property
     def has_own_data(self) -> bool:

@@ -23,6 +23,8 @@ class TrackerProgram:
     module: str  # the program
     spec_line: bytes  # for its standard input
     log: str  # its place in the run folder
+    finish_s: float | None = None  # of the run's end that wait for it; None: logging.finish_seconds
+    by_hand: str = ""  # a command that does the rest, if it is not that of trackers
 
 
 @dataclass(frozen=True)

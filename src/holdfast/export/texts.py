@@ -22,7 +22,7 @@ from holdfast.data.read.vocabulary import (
     stop_tokens,
     tokenizer_file,
 )
-from holdfast.data.stream.dataset import read_manifest
+from holdfast.data.stream.dataset import exists, read_manifest
 from holdfast.errors import DataError
 from holdfast.export.weights import (
     dataset_tokens,
@@ -67,6 +67,7 @@ class TextModel:
         begin: the token before a text that no template writes; None: none.
         stop: tokens at which a text ends.
         read_template: returns the chat template. Raises DataError if there is none.
+        data: names the tokenizer and the template, for readers of prompts.
     """
 
     def __init__(
@@ -77,16 +78,28 @@ class TextModel:
         begin: int | None,
         stop: Collection[int],
         read_template: Callable[[], ChatTemplate],
+        data: DataConfig,
     ):
-        self._model, self._limit, self._tokenizer = model, limit, tokenizer
-        self._begin, self._stop, self._read_template = begin, frozenset(stop), read_template
+        self.model, self.limit, self.tokenizer = model, limit, tokenizer
+        self.begin, self.stop, self.data = begin, frozenset(stop), data
+        self._read_template = read_template
         self._template: ChatTemplate | None = None
 
     def continue_text(self, prompt: str, how: Sampling) -> str:
         """Return what the model adds to a text, up to the end of the document."""
-        self._tokenizer.encode_special_tokens = True
+        return self._continue(self.text_ids(prompt), how)
+
+    def text_ids(self, prompt: str) -> list[int]:
+        """Return the tokens of a text, as the model reads them."""
+        self.tokenizer.encode_special_tokens = True
         ids = self._encode(prompt)
-        return self._continue(ids if self._begin is None else [self._begin, *ids], how)
+        return ids if self.begin is None else [self.begin, *ids]
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages, up to where the reply begins. Raises UserError."""
+        rendered = self.require_template().render(messages, "the prompt", begins_reply=True).text
+        self.tokenizer.encode_special_tokens = False  # the template writes special tokens
+        return self._encode(rendered)
 
     def reply(
         self,
@@ -102,13 +115,11 @@ class TextModel:
             take: is called with each piece of the reply at once.
             shorten: give the reply as many tokens as are left, if `how` asks for more.
         """
-        rendered = self.require_template().render(messages, "the prompt", begins_reply=True).text
-        self._tokenizer.encode_special_tokens = False  # the template writes special tokens
-        ids = self._encode(rendered)
-        left = how.tokens if self._limit is None else self._limit - len(ids)
+        ids = self.chat_ids(messages)
+        left = how.tokens if self.limit is None else self.limit - len(ids)
         if shorten and left < 1:
             raise DataError(
-                f"the conversation has {len(ids)} tokens, and the model {self._limit} positions",
+                f"the conversation has {len(ids)} tokens, and the model {self.limit} positions",
                 remedy="begin a new one with /reset, or send a shorter message",
             )
         if shorten and left < how.tokens:
@@ -128,22 +139,22 @@ class TextModel:
                 where=repr(text),
                 remedy="give it in the terminal's encoding, UTF-8",
             )
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _continue(
         self, ids: Sequence[int], how: Sampling, take: Callable[[str], None] | None = None
     ) -> str:
         from holdfast.model.generate import continue_tokens
 
-        stream = _TextStream(self._tokenizer, self._stop, take)
+        stream = _TextStream(self.tokenizer, self.stop, take)
         continue_tokens(
-            self._model,
+            self.model,
             ids,
             how.tokens,
             temperature=how.temperature,
             top_p=how.top_p,
             seed=how.seed,
-            stop=self._stop,
+            stop=self.stop,
             on_token=stream.add,
         )
         return stream.end()
@@ -244,16 +255,28 @@ def open_checkpoint(run: Run, checkpoint: Checkpoint) -> TextModel:
             )
         return ChatTemplate((folder / TEMPLATE_FILE).read_text("utf-8"), known["variables"])
 
+    begin, data = special.begin_id, _prompt_data(run, path)
     if not is_theirs:
         model = load_decoder(run, checkpoint)
         limit = model.config.max_position
-        return TextModel(model, limit, tokenizer, special.begin_id, stop, read_template)
+        return TextModel(model, limit, tokenizer, begin, stop, read_template, data)
     from holdfast.export.adapters import run_weights
     from holdfast.tasks.transformers.huggingface_export import open_causal_lm
 
     weights = run_weights(run, checkpoint)
     opened = open_causal_lm(run.config.task, weights.names, weights.whole)
-    return TextModel(opened, opened.limit, tokenizer, special.begin_id, stop, read_template)
+    return TextModel(opened, opened.limit, tokenizer, begin, stop, read_template, data)
+
+
+def _prompt_data(run: Run, tokenizer: Path) -> DataConfig:
+    """The tokenizer and the chat template of a run, for readers of prompts."""
+    if run.config.rollout.is_on:
+        return run.config.data.model_copy(
+            update={"tokenizer": run.config.data.tokenizer.at(str(tokenizer))}
+        )
+    chat = read_manifest(run.dataset_files).get("chat") if exists(run.dataset_files) else None
+    kwargs = {} if chat is None else {"chat": {"template_kwargs": chat["variables"]}}
+    return DataConfig.model_validate({"tokenizer": {"path": str(tokenizer)}, **kwargs})
 
 
 def open_folder(folder: Path) -> TextModel:
@@ -265,8 +288,9 @@ def open_folder(folder: Path) -> TextModel:
     model, stop = folder_decoder(folder), stop_tokens(tokenizer, path).values()
     begin, limit = describe_tokenizer(tokenizer, path).begin_id, model.config.max_position
     sources = [{"kind": "jsonl", "path": "texts"}]
-    data = DataConfig.model_validate({"sources": sources})
-    return TextModel(model, limit, tokenizer, begin, stop, partial(_read_template, data, path))
+    data = DataConfig.model_validate({"sources": sources, "tokenizer": {"path": str(path)}})
+    template = partial(_read_template, data, path)
+    return TextModel(model, limit, tokenizer, begin, stop, template, data)
 
 
 def _read_template(data: DataConfig, tokenizer: Path) -> ChatTemplate:

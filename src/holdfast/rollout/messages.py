@@ -7,7 +7,8 @@ the same bits, and one that is lost is made again by another process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.core.seeds import key_seed
@@ -52,6 +53,15 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The first tokens of a completion that is under way."""
+
+    key: CompletionKey
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an actor generated."""
 
@@ -59,6 +69,8 @@ class Completion:
     tokens: tuple[int, ...]  # without the prompt, with the end token if one was drawn
     logps: tuple[float, ...]  # natural log of each token's probability, float32; see `Sampling`
     finish: Finish
+    # float32 numbers of each token that actors read with the completion: reference, old_values
+    side: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ class Prompts(Sequence[Prompt]):
             digest.update(hashlib.blake2b(canonical_json(row.to_json())).digest())
         self.version = digest.hexdigest()
         """Digest of all that the completions and rewards of a run depend on."""
+        self.sources = tuple(sorted({row.source for row in self._rows}))
+        """Names by which rewards are reported."""
         self.max_tokens = max((len(row.ids) for row in self._rows), default=0)
         """Tokens of the longest prompt."""
 
@@ -77,8 +79,14 @@ class Prompts(Sequence[Prompt]):
         return iter(self._rows)
 
 
-def read_prompts(entries: Sequence[PromptsConfig], data: DataConfig) -> Prompts:
-    """Read and tokenise all prompts. data: names tokenizer and chat template.
+def read_prompts(
+    entries: Sequence[PromptsConfig],
+    data: DataConfig,
+    source_column: str | None = None,
+    key: str = "rollout.prompts",
+) -> Prompts:
+    """Read and tokenise all prompts. data: names tokenizer and chat template. source_column: names
+    the source of a row. key: of `entries`.
 
     Raises DataError for a file, a row or a template that does not fit."""
     if data.tokenizer.place is None:
@@ -89,15 +97,18 @@ def read_prompts(entries: Sequence[PromptsConfig], data: DataConfig) -> Prompts:
         )
     rows: list[Prompt] = []
     for number, entry in enumerate(entries):
-        reader = _Reader(entry, data, len(rows))
-        rows += reader.read_all(f"rollout.prompts.{number}")
+        reader = _Reader(entry, data, len(rows), source_column)
+        rows += reader.read_all(f"{key}.{number}")
     return Prompts(rows)
 
 
 class _Reader:
     """Reads the rows of one entry."""
 
-    def __init__(self, entry: PromptsConfig, data: DataConfig, begin: int):
+    def __init__(
+        self, entry: PromptsConfig, data: DataConfig, begin: int, source_column: str | None
+    ):
+        self._source_column = source_column
         self._entry, self._data, self._begin = entry, data, begin
         path = tokenizer_file(str(data.tokenizer.place))
         self._tokenizer = load_tokenizer(path)
@@ -134,7 +145,7 @@ class _Reader:
             raise DataError("the prompt is empty", where=where, remedy="leave the row out")
         mine = (column, *(_TO_TEMPLATE if is_chat else ()))
         columns = {name: given for name, given in value.items() if name not in mine}
-        name = self._entry.name or Path(self._entry.path).stem
+        name = self._source(value, where)
         number, answer = self._begin + len(self._rows), self._answer(value, where)
         self._rows.append(Prompt(number, tuple(ids), said, name, answer, columns, where))
         return ""
@@ -147,6 +158,17 @@ class _Reader:
             return str(given)
         what = f"{self._entry.answer!r} is no text and no number, but {type(given).__name__}"
         raise DataError(what, where=where, remedy="write it as a text")
+
+    def _source(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the name by which the rewards of a row are reported."""
+        if self._source_column is None:
+            return self._entry.name or Path(self._entry.path).stem
+        named = row.get(self._source_column)
+        if not isinstance(named, str) or not named:
+            what = f"the row has no text in {self._source_column!r}, which names its source"
+            remedy = "mend the row, or leave rollout.source_column out"
+            raise DataError(what, where=where, remedy=remedy)
+        return named
 
     def _text(self, row: Mapping[str, Any], where: str) -> tuple[list[int], str]:
         text = row[self._entry.prompt]

@@ -12,6 +12,10 @@ COMMANDS = commands_of(
     cloud="show prices, choose a mix, write jobs for managed services",
     cluster="bring up a Ray or Slurm of your own on this machine",
     host="run programs of a controller on this machine",
+    search="try values of a run file's keys with Optuna, and name the best",
+    pipeline="run stages from data to an exported model, each once for its inputs",
+    registry="keep versions of a model, and promote the better ones",
+    serve="answer requests of the OpenAI protocol with one or two models",
 ) + commands_of(
     _ROOM, "Data and models", audit="recompute steps of a run, and keep its model's signed record"
 )

@@ -55,6 +55,10 @@ def test_a_run_in_a_bucket_trains_and_is_read(
     # Another node, which has nothing but the address
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert json.loads(within("report", where, "--json").out)["last_step"] == 6
+    (tmp_path / "texts.jsonl").write_text('{"text": "the quick brown fox"}\n')
+    for _ in range(2):
+        within("evaluate", where, "--tasks", tmp_path / "texts.jsonl").succeeds()
+    assert len(json.loads(within("report", where, "--json").out)["tasks"]) == 1
     assert "finished after step 6" in within("watch", where).out
     assert within("checkpoint", "list", where).out.count("commits/") == 2
     finished = within(*command)

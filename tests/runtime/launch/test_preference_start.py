@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from holdfast.config.loading.load import load_config
+from holdfast.data.read.weight_files import weights_checksum
+from holdfast.errors import ConfigError
+from holdfast.launch.run.lora_run import IMPORTED
+from holdfast.launch.run.reference_run import check_reference_model, check_rollout_reference
 from tests.runtime.data.test_preferences import pairs, ratings
 from tests.support.chat import message_rows, tokenizer_folder, write_rows
 from tests.support.commands import here
@@ -38,7 +45,7 @@ def run_file(root: Path, rows: list[dict[str, Any]], form: str, objective: str) 
     write_rows(root / "rows.jsonl", rows)
     model_folder(root / "model")
     source = {"kind": "jsonl", "path": str(root / "rows.jsonl"), "rows": form}
-    value = {
+    value: dict[str, Any] = {
         "folder": str(root / "run"),
         "device": "cpu",
         "data": {
@@ -53,6 +60,11 @@ def run_file(root: Path, rows: list[dict[str, Any]], form: str, objective: str) 
         "layout": {"workers": 1},
         "train": {"steps": 2, "batch_size": 4, "microbatch_size": 1},
     }
+    if objective == "grpo":
+        del value["data"]["sources"], value["data"]["folder"]
+        prompts, rewards = [{"path": source["path"]}], [{"kind": "exact_match"}]
+        value["rollout"] = {"prompts": prompts, "rewards": rewards}
+        value["objective"]["beta"] = 0.1
     path = root / "run.yaml"
     path.write_text(json.dumps(value))
     return path
@@ -87,10 +99,12 @@ def test_a_pair_without_a_rejected_answer_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_a_reference_of_another_vocabulary_or_shape_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    path = run_file(tmp_path, pairs(8), "preference", "dpo")
+    rows: list[dict[str, Any]] = [{"prompt": "red", "answer": "blue"}]
+    path = run_file(tmp_path, pairs(8) if kind == "dpo" else rows, "preference", kind)
     key = "objective.reference.model"
     larger = model_folder(tmp_path / "larger", vocab_size=480)
     here(capsys, "train", path, f"{key}={larger}").refuses_last("vocab_size", key)
@@ -105,7 +119,23 @@ def test_a_reference_of_another_vocabulary_or_shape_is_refused(
     here(capsys, "train", path, f"{key}={larger}", "lora.rank=2").refuses_last(
         "the base is the reference"
     )
-    here(capsys, "train", path, f"{key}={larger}", "objective.kind=simpo").refuses_last(
-        "needs no reference"
-    )
+    other_kind = "objective.kind=simpo" if kind == "dpo" else "objective.beta=0"
+    here(capsys, "train", path, f"{key}={larger}", other_kind).refuses_last("needs no reference")
     assert not (tmp_path / "run").exists()
+    fine = load_config(path, [f"{key}={tmp_path / 'model'}", "model.vocab_size=400"])
+    version: Any = SimpleNamespace(version="12345678")
+    found = (
+        check_reference_model(fine, {}, version, tmp_path)
+        if kind == "dpo"
+        else check_rollout_reference(fine, {})
+    )
+    assert found["objective.reference.checksum"][0] == weights_checksum(tmp_path / "model")
+
+
+def test_imported_weights_are_no_reference_of_completions(tmp_path: Path) -> None:
+    path = run_file(tmp_path, [{"prompt": "red", "answer": "blue"}], "", "grpo")
+    loaded = load_config(path, [])
+    model = loaded.config.model.model_copy(update={"weights_checksum": IMPORTED})
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"model": model}))
+    with pytest.raises(ConfigError, match=r"set objective\.reference\.model to a folder"):
+        check_rollout_reference(loaded, {})

@@ -76,6 +76,10 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
         with torch.no_grad():
             again = linear_cross_entropy(*given, targets, chunk, part=softmax) * 0.5
         near(again, want)
+        logits = (hidden @ weight.T).requires_grad_()
+        every = logits.log_softmax(-1)
+        (slope,) = torch.autograd.grad(-(every.exp() * every).sum(), logits)
+        near(softmax.entropy_gradient(logits.detach()[:, own]), slope[:, own])
     dist.barrier()
 
 

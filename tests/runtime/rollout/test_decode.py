@@ -21,7 +21,7 @@ from holdfast.model.generate import generate
 from holdfast.model.lora import merged
 from holdfast.rollout.decode.policy import PolicyDecoder
 from holdfast.rollout.decode.threads import serial_kernels
-from holdfast.rollout.messages import Completion, CompletionKey, CompletionRequest, Sampling
+from holdfast.rollout.messages import Begun, Completion, CompletionKey, CompletionRequest, Sampling
 from tests.support.models import config, lively
 
 CPU = torch.device("cpu")
@@ -119,6 +119,19 @@ def test_bits_depend_on_the_request_alone(
         wrong = [each.key for each in made if each != wanted[each.key]]
         assert not wrong, f"{slots} slots: {len(wrong)} completions differ"
     assert {each.finish for each in wanted.values()} == {"stop", "length"}
+    taken = make(2)  # it continues what another one began, next to a text of its own
+    for each in asked:
+        whole = wanted[each.key]
+        if len(whole.tokens) < 2:
+            continue
+        cut = random.Random(str(each.key)).randrange(1, len(whole.tokens))
+        begun = Begun(each.key, whole.tokens[:cut], whole.logps[:cut])
+        taken.cancel()
+        assert taken.start(each, 5, begun) is None
+        taken.start(replace(each, sampling=replace(each.sampling, max_tokens=40)), 9)
+        assert begun in taken.begun()
+        ended = [one for _ in range(40) for one in taken.step()]
+        assert whole in ended, f"{each.key} continues from {cut} tokens"
     assert set(make(8).generate(asked, run_seed=6)) != set(wanted.values())
 
 
@@ -140,6 +153,40 @@ def test_text_and_probabilities_are_those_of_the_full_forward(kind: str) -> None
         logits = source(text)[0, prompt.shape[1] - 1 : -1] / (temperature or 1.0)
         full = logits.log_softmax(-1).gather(1, text[0, prompt.shape[1] :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(made.logps).double(), full, rtol=0, atol=1e-5)
+        read = torch.tensor(decoder.read(asked[number], made.tokens)).double()
+        torch.testing.assert_close(read, full, rtol=0, atol=1e-5)
+        score = torch.randn(1, model.dim, dtype=torch.float64)
+        values = source.hidden(text)[0, prompt.shape[1] - 1 : -1] @ score[0]
+        read = torch.tensor(decoder.read(asked[number], made.tokens, score=score)).double()
+        torch.testing.assert_close(read, values, rtol=0, atol=1e-4)
+
+
+def test_what_is_read_of_a_text_has_the_same_bits_amid_any_other_work() -> None:
+    """A reference and a policy with adapters read what they read before, which is the base's."""
+    model, lora = config(), LoraConfig(rank=3)
+    source, asked = lively(model), requests(model, 6)
+    plain, with_adapters = (
+        policy(model, source, 1),
+        PolicyDecoder(model, CPU, slots=9, max_length=180, lora=lora),
+    )
+    with_adapters.load_base(source.state_dict())
+    with_adapters.load(
+        {
+            f"{layer}.lora_{part}": torch.randn(shape)
+            for layer, (outputs, inputs) in adapted_layers(model, lora).items()
+            for part, shape in (("A", (3, inputs)), ("B", (outputs, 3)))
+        }
+    )
+    made = {each.key: each.tokens for each in plain.generate(asked, 0)}
+    wanted = [policy(model, source, 1).read(each, made[each.key]) for each in asked]
+    for each in asked[:4]:
+        with_adapters.start(each, 0)
+    for number in reversed(range(len(asked))):
+        with_adapters.step()
+        tokens = made[asked[number].key]
+        assert plain.read(asked[number], tokens) == wanted[number]
+        assert with_adapters.read(asked[number], tokens, of_base=True) == wanted[number]
+        assert with_adapters.read(asked[number], tokens) != wanted[number]
 
 
 def test_adapters_are_those_of_merged_weights() -> None:
@@ -204,14 +251,17 @@ def test_weights_are_copied_in_place_and_forget_what_was_read() -> None:
         return sorted(decoder.generate(asked, 0), key=lambda each: each.key)
 
     wanted, memory = all_of(), [p.data_ptr() for p in decoder._model.parameters()]
+    read = decoder.read(asked[0], wanted[0].tokens)
     decoder.load(second.state_dict())
     assert all_of() != wanted
+    assert decoder.read(asked[0], wanted[0].tokens) != read
     broken = {name: value * torch.nan for name, value in first.state_dict().items()}
     decoder.load(broken)
     with pytest.raises(UserError, match="not finite"):
         all_of()
     decoder.load(first.state_dict())
     assert all_of() == wanted
+    assert decoder.read(asked[0], wanted[0].tokens) == read
     assert [p.data_ptr() for p in decoder._model.parameters()] == memory
     with pytest.raises(ValueError, match="names differ"):
         decoder.load({})

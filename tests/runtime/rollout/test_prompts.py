@@ -26,10 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
 
 
-def read(folder: Path, *rows: dict[str, Any], **entry: Any) -> Prompts:
+def read(
+    folder: Path, *rows: dict[str, Any], source_column: str | None = None, **entry: Any
+) -> Prompts:
     path = write_rows(folder / "rows.jsonl", list(rows))
     config = DataConfig(tokenizer=TokenizerConfig(path=str(folder)))
-    return read_prompts([PromptsConfig(path=str(path), **entry)], config)
+    return read_prompts([PromptsConfig(path=str(path), **entry)], config, source_column)
 
 
 def test_messages_end_where_the_reply_begins_and_texts_stay_as_they_are(folder: Path) -> None:
@@ -75,6 +77,15 @@ def test_a_row_that_is_no_prompt_is_refused_with_its_line(
         read(folder, {"prompt": "fine"}, row)
     assert f"{folder / 'rows.jsonl'}:2: " in str(refused.value)
     assert said in str(refused.value)
+
+
+def test_a_column_names_the_source_of_a_prompt(folder: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "red", "skill": name} for name in "bab"]
+    found = read(folder, *rows, source_column="skill")
+    assert (found.sources, [each.source for each in found]) == (("a", "b"), ["b", "a", "b"])
+    assert read(folder, *rows).sources == ("rows",)
+    with pytest.raises(DataError, match=r"rows\.jsonl:4: the row has no text in 'skill'"):
+        read(folder, *rows, {"prompt": "red", "skill": 3}, source_column="skill")
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tmp_path: Path) -> None:

@@ -125,15 +125,21 @@ def test_published_policies_are_read_back_and_old_ones_removed(tmp_path: Path) -
     for step in (1, 2):
         one_step(made, step)
         publisher.publish_newest(made, skips, step)
+    wanted = [
+        {local.name: local.tensor.clone() for local in made.lagged.of_age(age, "")}
+        for age in (1, 0)
+    ]
+    for local in made.lagged.of_age(0, ""):  # the next step goes on while a policy is written
+        local.tensor.zero_()
+    publisher.flush()
     assert [part.policy for part in publisher.parts] == [1, 2]
     assert len(list(tmp_path.iterdir())) == 2
     again = Publisher(tmp_path, config, "here:1")  # of a process that has only loaded the state
     again.publish_all(made, skips, 2)
     assert again.parts == publisher.parts
-    for part, age in zip(publisher.parts, (1, 0), strict=True):
+    for part, values in zip(publisher.parts, wanted, strict=True):
         found = read_policy(tmp_path, part)
-        for local in made.lagged.of_age(age, ""):
-            assert torch.equal(found[local.name], local.tensor)
+        assert all(torch.equal(found[name], value) for name, value in values.items())
 
 
 def test_the_tag_of_a_policy_is_that_of_its_content() -> None:
@@ -287,7 +293,7 @@ train: {batch_size: 16, microbatch_size: 4}
     [
         ("rollout.rewards=[]", "rollout.prompts without rollout.rewards"),
         ("rollout.prompts=[] rollout.rewards=[]", "objective.kind grpo learns from completions"),
-        ("objective.kind=next_token", "use objective.kind: grpo, rloo or ppo"),
+        ("objective.kind=next_token", "use objective.kind: grpo, rloo, ppo or distill"),
         (
             "train.batch_size=18 train.microbatch_size=2",
             "rollout.samples 4 does not divide it; use 16",
@@ -295,8 +301,12 @@ train: {batch_size: 16, microbatch_size: 4}
         ("rollout.max_tokens=24", "leaves no room for a prompt"),
         ("rollout.samples=1 rollout.filter=no_variance", "compares the completions of a group"),
         ("rollout.temperature=0 rollout.filter=no_variance", "draws the same completion"),
-        ("objective.scale_rewards=batch", "not one of group, none"),
-        ("objective.beta=0.1", "use beta 0"),
+        ("objective.reference.model=x", "beta 0 needs no reference; use objective.beta: 0.01"),
+        (
+            "objective.kind=rloo objective.beta=0.1 rollout.server.url=http://x/v1 "
+            "rollout.server.model=m lora.rank=4",
+            "changes the rewards of rloo",
+        ),
         ("layout.cp=2", "cp 1"),
     ],
 )

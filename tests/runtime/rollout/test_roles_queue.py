@@ -11,6 +11,7 @@ import pytest
 from holdfast.rollout.roles.messages import (
     LEASE_S,
     Made,
+    Part,
     PolicyPart,
     RoleLost,
     RoleOrders,
@@ -61,6 +62,26 @@ def scored(wanted: Wanted) -> Scored:
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
+
+
+def test_what_a_lost_actor_had_goes_to_the_next_one() -> None:
+    async def test() -> None:
+        desk = Desk()
+        await desk.ask(FIRST, SECOND)
+        await desk.work("a", 2)
+        short, long = (Part(FIRST, (1,) * n, (-1.0,) * n) for n in (1, 3))
+        await desk.work("a", 0, busy=(FIRST, SECOND), begun=(long,))
+        await desk.work("a", 0, busy=(FIRST, SECOND), begun=(short,))
+        await desk.queue.lose(0, RoleLost("a", "node", -9, 5))
+        orders = await desk.work("b", 2)
+        assert (orders.wanted, orders.begun) == ((FIRST, SECOND), (long,))
+        await desk.work("b", 0, busy=(SECOND,), made=(made(FIRST),))
+        await desk.work("c", 0, begun=(long,))  # too late
+        await desk.queue.lose(0, RoleLost("b", "node", -9))
+        assert (await desk.work("d", 2)).begun == ()
+        assert [lost.tokens for lost in desk.lost] == [5, None]
+
+    run(test())
 
 
 def test_a_completion_goes_from_actor_to_scorer_to_trainer() -> None:

@@ -20,7 +20,14 @@ from tests.support.ranks import RankContext, rank_values
 
 STEPS = 3
 KEPT = {"train__keep_zeros": True}
-ROUNDED = {"model__dim": 32, "model__ffn_dim": 64, "train__precision": "fp32"}
+ROUNDED = {
+    "model__dim": 32,
+    "model__ffn_dim": 64,
+    "train__precision": "fp32",
+    # What pipeline stages sum in another order: both ends of tied embeddings, and norms.
+    "model__tied_embeddings": False,
+    "train__optimizer": {"clip_norm": 0},
+}
 QAT = {"train__qat": "int4"}
 
 
@@ -73,17 +80,22 @@ def test_zeros_stay_zero(layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp3", "shard2", "pp2"])
 def test_rounded_weights(layout: str) -> None:
+    """Only shards add up in an order of their own. Then some weights round to the other side, which
+    is worth far less than rounding itself."""
     pytest.importorskip("torchao", reason="qat needs torchao")
     (alone,) = _run("one", ROUNDED | QAT)
     for found in _run(layout, ROUNDED | QAT):
         if layout == "dp3":
             assert found == alone
         if not all(map(math.isnan, found["losses"])):
-            # one weight that rounds the other way is worth 1e-5
-            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+            assert found["losses"][0] == alone["losses"][0]
+            assert found["losses"] == pytest.approx(
+                alone["losses"], rel=1e-5 if layout == "shard2" else 0.0
+            )
     (plain,) = _run("one", ROUNDED)
-    assert plain["losses"] != alone["losses"]
-    assert plain["losses"] == pytest.approx(alone["losses"], rel=0.02)
+    apart = [abs(a / b - 1) for a, b in zip(plain["losses"], alone["losses"], strict=True)]
+    assert min(apart) > 3e-5
+    assert max(apart) < 0.02
 
 
 def small() -> tuple[ModelConfig, Decoder]:

@@ -22,6 +22,7 @@ from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
+from holdfast.rollout.roles.teacher import Teacher
 from holdfast.training.compress.teach import teach
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.objectives.registry import make_objective
@@ -29,6 +30,11 @@ from tests.support import corpus, models
 from tests.support.marks import in_campaign
 
 VOCABULARY = 24
+OWN: dict[str, dict[str, Any]] = {
+    "rollout": {"prompts": [{"path": "prompts.jsonl"}]},
+    "data": {"attention": "document"},
+}
+"""The student's own completions."""
 SHAPE = {"layers": 2, "dim": 8, "heads": 2, "kv_heads": 1, "ffn_dim": 16}
 
 
@@ -93,16 +99,17 @@ def test_loss_and_gradients(
     expected = expected_loss(decoder(tokens), teacher, targets, how)
     assert float(said[0]) == pytest.approx(float(expected), rel=1e-9)
     parameters = list(decoder.parameters())
-    ours = torch.autograd.grad(said, parameters, torch.tensor([1.0, 0, 0, 0, 0]).double())
+    ours = torch.autograd.grad(said, parameters, torch.eye(len(said)).double()[0])
     for a, b in zip(ours, torch.autograd.grad(expected, parameters), strict=True):
         assert float((a - b).norm()) <= 1e-9 * float(b.norm())
     with torch.no_grad():
         assert torch.allclose(objective(tokens, targets, None, side), said, rtol=1e-12)
-    entropy, count, divergence, _ = said[1:].tolist()
+    entropy, count, divergence = said[1:4].tolist()
+    assert not said[5:].any(), "there are no completions"
     assert count == 25
     assert alpha * entropy + (1 - alpha) * divergence == pytest.approx(float(said[0]), rel=1e-12)
     blank = objective(tokens, torch.full_like(targets, -100), None, {})
-    assert blank.tolist() == [0.0] * 5
+    assert not blank.any()
 
 
 def test_a_teachers_tokens_are_stored_once(tmp_path: Path) -> None:
@@ -146,9 +153,38 @@ def test_a_teachers_tokens_are_stored_once(tmp_path: Path) -> None:
     assert find_problems(dataset) == []
 
 
+def test_a_teacher_reads_a_completion_in_the_place_of_its_tokens() -> None:
+    """As one pass over prompt and completion without anything after them."""
+    model = models.config(vocab_size=VOCABULARY)
+    decoder = models.lively(model)
+    teacher = Teacher(decoder, 12, 0.5, 4)
+    prompt, reply = [5, 3, 9], [7, 1, 2, 8]
+    found = teacher.read([*prompt, *reply], len(prompt))
+    with torch.no_grad():
+        logits = decoder(torch.tensor([prompt + reply]))[0]
+    values, ids = (logits[2:6] / 0.5).log_softmax(-1).topk(4)
+    assert torch.equal(torch.from_numpy(found[IDS]).long(), ids)
+    assert torch.allclose(torch.from_numpy(found[LOGPS]), values, atol=1e-5)
+    blank = teacher.blank(3)
+    assert {name: part.shape for name, part in blank.items()} == {
+        IDS: (3, 12, 4),
+        LOGPS: (3, 12, 4),
+    }
+
+
+def test_trainers_alone_have_the_teacher() -> None:
+    objective = {"kind": "distill", "reference": {"model": "teacher"}, "beta": 0.5}
+    config = RunConfig.model_validate({"model": {"preset": "tiny"}, "objective": objective, **OWN})
+    assert not config.has_read_reference  # which actors would read with
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"objective": {"alpha": 0.2}, **OWN}, "alpha 0.2 would teach the student its own"),
+        ({**OWN, "rollout": {**OWN["rollout"], "samples": 2, "filter": "no_variance"}}, "by their"),
+        ({**OWN, "data": {"attention": "full"}}, "use data.attention: document"),
+        ({**OWN, "layout": {"tp": 2}}, "needs all logits of a token, and layout.tp cuts them"),
         ({"objective": {"kind": "distill"}}, "kind distill has no teacher: use reference"),
         ({"layout": {"tp": 2}}, "needs all logits of a token, and layout.tp cuts them"),
         ({"objective": {"beta": 2}}, "beta 2.0 is above 1, the reverse KL: use beta 1"),

@@ -99,17 +99,19 @@ def _curve(rank: RankContext, base: Path, name: str, changes: dict[str, Any]) ->
     return losses
 
 
-def _compare(folder: Path, name: str, **changes: Any) -> None:
-    """Train by the layout, and by one worker."""
+def _compare(folder: Path, name: str, **changes: Any) -> list[float]:
+    """Train by the layout, and by one worker; return the losses of the latter."""
     (name,) = of_one_model(name)
     alone = f"{model_flags(name)}one"
-    _config(folder / "base", name)
+    _config(folder / "base", name, **changes)
     given = {"base": folder / "base", "changes": changes}
     (expected,) = rank_values(_curve, 1, {**given, "name": alone}, folder=folder)
     whole, size = load_complete(folder / "0.npz"), case(name).world_size
     for losses in rank_values(_curve, size, {**given, "name": name}, folder=folder):
         assert losses == pytest.approx(expected, rel=1e-10)
     assert_all_state(whole, [folder / f"{rank}.npz" for rank in range(size)], 1e-10)
+    found: list[float] = expected
+    return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -117,6 +119,17 @@ def test_losses_and_adapters_of_a_layout_are_those_of_one_worker(tmp_path: Path,
     """With dropout, if each rank has complete samples."""
     has_parts = any(word in name for word in ("shard", "zero", "cp2", "compiled"))
     _compare(tmp_path, name, lora__dropout=0.0 if has_parts else 0.3)
+
+
+@pytest.mark.parametrize("name", ["tp2", *map(in_campaign, ("pp2", "pp2-tp2", "shard2-tp2"))])
+def test_a_base_in_4_bits_is_cut_as_any_other(tmp_path: Path, name: str) -> None:
+    """Each rank rounds its part of a matrix as the complete one is rounded."""
+    wide = {"model__dim": 128, "model__ffn_dim": 256}
+    losses = _compare(tmp_path, name, lora__base_dtype="nf4", **wide)
+    alone = f"{model_flags(*of_one_model(name))}one"
+    given = {"base": tmp_path / "base", "changes": wide, "name": alone}
+    (plain,) = rank_values(_curve, 1, given, folder=tmp_path)
+    assert min(abs(a / b - 1) for a, b in zip(losses, plain, strict=True)) > 1e-6
 
 
 @pytest.mark.parametrize("name", ["zbv.pp2", in_campaign("interleaved.pp2")])
@@ -130,6 +143,10 @@ def test_a_stage_may_be_without_adapters_if_its_worker_has_some(tmp_path: Path, 
         ({"layout__tp": 2, "layout__tp_by": {"attention": 1}}, r"tp_by\.attention 1 cuts .* use 0"),
         ({"layout__pp": 2, "layout__schedule": "pipedream"}, "work with lora.rank: use .* 1f1b"),
         ({"layout__cp": 2, "lora__dropout": 0.1}, "lora.dropout 0.1 draws .* use lora.dropout 0"),
+        (
+            {"layout__tp": 2, "lora__base_dtype": "nf4", "model__dim": 64, "model__ffn_dim": 128},
+            "heads x head_dim 64 / layout.tp 2 is none: use lora.base_dtype: compute",
+        ),
         ({"layout__tp": 3}, "tp 3 does not divide model.heads 4: use 2 or 4"),
         (
             {

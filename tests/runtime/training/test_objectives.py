@@ -51,6 +51,7 @@ class Both:
     names: tuple[str, ...] = ("entropies",)
     needs = frozenset({"values", "reference"})
     needs_entropy = True
+    trains_entropy = False
 
     def __call__(self, logps: Tensor, targets: Tensor, documents: Tensor, side: Side) -> Loss:
         carried = (targets != -100).double()
@@ -62,6 +63,20 @@ class Both:
         return int((targets != -100).sum())
 
 
+class WithEntropy(Both):
+    """The same with a bonus for entropy."""
+
+    trains_entropy = True
+
+    def __call__(self, logps: Tensor, targets: Tensor, documents: Tensor, side: Side) -> Loss:
+        plain = super().__call__(logps, targets, documents, side)
+        weights = torch.where(targets != -100, logps.detach().square() + 0.1, 0.0)
+        return replace(plain, total=plain.total - (weights * side["entropies"]).sum())
+
+
+OF_VALUES: dict[str, type[Both]] = {"both": Both, "entropy": WithEntropy}
+
+
 def _config(kind: str, **changes: Any) -> Any:
     same = {"objective__kind": kind, "data__attention": "document"}
     if kind == "reward":
@@ -69,16 +84,16 @@ def _config(kind: str, **changes: Any) -> Any:
     return config_of({**same, "data__sequence_length": LENGTH, **changes})
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "both"])
+@pytest.mark.parametrize("kind", [*KINDS, *OF_VALUES])
 def test_gradients_are_those_of_complete_logits(kind: str) -> None:
     torch.set_num_threads(1)
-    config = _config("dpo" if kind == "both" else kind)
-    heads = {"both": "also", "reward": "only"}
+    config = _config("dpo" if kind in OF_VALUES else kind)
+    heads = {**dict.fromkeys(OF_VALUES, "also"), "reward": "only"}
     changes = {"logit_softcap": 5.0, "score_head": heads.get(kind, "none")}
     model = config.model.model_copy(update=changes)
     task = DecoderTask(config)
     batch = loaded(preference_rows(1, 0, 4, VOCABULARY, LENGTH), task)
-    loss = Both() if kind == "both" else make_objective(config.objective)
+    loss = OF_VALUES[kind]() if kind in OF_VALUES else make_objective(config.objective)
     made = NextTokenObjective(made_decoder(model, dtype=torch.float64), chunk=64, loss=loss)
     out = made(*task.arguments(batch))
     out.backward(torch.ones_like(out))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+import textwrap
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.config.sections.rewards import PromptsConfig, RewardConfig
+from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.core.data.advantages import group_advantages, group_std, leave_one_out, row_values
-from holdfast.training.objectives.policy import estimate_advantages
-from holdfast.training.objectives.registry import make_objective, means_of
+from holdfast.training.objectives.policy import estimate_advantages, moments_of_advantages
+from holdfast.training.objectives.registry import make_objective, means_of, sum_names
 from holdfast.training.objectives.rows import Rows
 
 LENGTHS = (5, 1, 7, 3, 4, 6)  # targets of each row
@@ -104,7 +109,7 @@ class Batch:
 class OneProcess:
     """What the trainers ask of accelerate."""
 
-    num_processes = 1
+    num_processes, sync_gradients = 1, False
 
     def reduce(self, value: Tensor, reduction: str) -> Tensor:
         return value
@@ -155,8 +160,10 @@ def theirs(trainer: Any, batch: Batch, **settings: Any) -> tuple[Tensor, dict[st
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_grpo_is_that_of_trl(loss_type: str, level: str) -> None:
     trl = pytest.importorskip("trl", reason="it has the losses that these are compared with")
+    of_tokens = loss_type in ("bnpo", "dapo")  # TRL means entropy over tokens, whatever the loss
     for beta, low, high in ((0.0, 0.2, 0.2), (0.3, 0.1, 0.28)):
         keys: dict[str, Any] = {"loss_type": loss_type, "beta": beta, "epsilon": low}
+        keys["entropy_coef"] = bonus = beta if of_tokens else 0.0
         if loss_type == "dr_grpo":
             keys["max_completion_length"] = 32
         config = ObjectiveConfig(
@@ -173,6 +180,9 @@ def test_grpo_is_that_of_trl(loss_type: str, level: str) -> None:
             beta=beta,
             epsilon_low=low,
             epsilon_high=high,
+            entropy_coef=bonus,
+            _entropy_bonus_enabled=bonus > 0,
+            use_adaptive_entropy=False,
         )
         assert abs(loss - expected) < TOLERANCE
         assert (gradient - other_gradient).abs().max() < TOLERANCE
@@ -196,6 +206,66 @@ def test_rloo_is_that_of_trl() -> None:
     for name in ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"):
         assert metrics[name] == pytest.approx(others[name], abs=1e-6), name
     assert 0 < metrics["clip_ratio/region_mean"] < 1
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """TRL divides counts, which then have the default precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def executed(function: Any, begin: str, end: str, **names: Any) -> dict[str, Any]:
+    """Run the lines of a function of TRL from one to another; return its names."""
+    source = inspect.getsource(function)
+    lines = textwrap.dedent(" " * 8 + source[source.index(begin) : source.index(end)])
+    scope = {**vars(inspect.getmodule(function)), **names}
+    exec(lines, scope)
+    return scope
+
+
+@pytest.mark.slow
+def test_advantages_are_those_of_trl(float64: None) -> None:
+    trl = pytest.importorskip("trl", reason="it has the formulas that these are compared with")
+    draw = torch.Generator().manual_seed(3)
+    rewards, old, reference = (
+        torch.randn(3, 4, *more, generator=draw, dtype=torch.float64)
+        for more in ((), (LONGEST,), (LONGEST,))
+    )
+    rewards[1] = 0.5
+    for scale in ("group", "batch", "none"):
+        settings = {"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": scale}
+        found = executed(
+            trl.GRPOTrainer._generate_and_score_completions,
+            "if self.multi_objective_aggregation ==",
+            "elif self.multi_objective_aggregation ==",
+            self=SimpleNamespace(**settings, reward_weights=torch.ones(1, dtype=torch.float64)),
+            rewards_per_func=rewards.reshape(-1, 1),
+            unscorable_mask=torch.zeros(12, dtype=torch.bool),
+            device="cpu",
+            num_generations=4,
+        )
+        config = ObjectiveConfig(kind="grpo", scale_rewards=scale)
+        ours = row_values(config, rewards.numpy(), of_step=rewards.numpy().ravel())
+        assert np.abs(ours["advantages"].ravel() - found["advantages"].numpy()).max() < TOLERANCE
+    found = executed(
+        trl.RLOOTrainer._generate_and_score_completions,
+        "# Include the KL penalty in the reward",
+        "# Normalize advantages",
+        self=SimpleNamespace(beta=0.3),
+        rewards=rewards.flatten(),
+        old_per_token_logps=old.flatten(0, 1),
+        ref_per_token_logps=reference.flatten(0, 1),
+        completion_mask=torch.ones(12, LONGEST, dtype=torch.float64),
+        gather=lambda value: value,
+        num_generations=4,
+    )
+    kl = (old - reference).sum(-1).numpy()
+    ours = row_values(ObjectiveConfig(kind="rloo", beta=0.3), rewards.numpy(), kl)
+    assert np.abs(ours["advantages"].ravel() - found["advantages"].numpy()).max() < TOLERANCE
+    assert (ours["reward"] == rewards.numpy()).all()
 
 
 _VERL = """
@@ -227,12 +297,18 @@ of_values, clipped = core_algos.compute_value_loss(
     values, returns, given["old_values"], mask, given["reach"]
 )
 total = loss + given["vf_coef"] * of_values
+of_tokens = core_algos.agg_loss(given["entropies"], mask, "token-mean")
+of_rows = core_algos.agg_loss(given["entropies"], mask, "seq-mean-token-mean")
+white_loss, _ = core_algos.compute_policy_loss_vanilla(
+    old, logps, found, mask, "token-mean", config
+)
 gradients = torch.autograd.grad(total, [logps, values])
 white = F.masked_whiten(advantages, mask)
 torch.save(
     {"advantages": advantages, "returns": returns * mask, "total": total.detach(),
      "of_values": of_values.detach(), "clipped": float(clipped), "gradients": gradients,
-     "whitened": (found - white).mul(mask).abs().max()},
+     "whitened": (found - white).mul(mask).abs().max(), "of_tokens": of_tokens,
+     "of_rows": of_rows, "white_total": (white_loss + given["vf_coef"] * of_values).detach()},
     sys.argv[2],
 )
 """
@@ -255,6 +331,7 @@ def test_ppo_is_that_of_verl(tmp_path: Path) -> None:
         "values": batch.values,
         "old_values": batch.old_values,
         "score": batch.score,
+        "entropies": batch.entropies,
         "reach": 0.4,
         **keys,
     }
@@ -274,6 +351,24 @@ def test_ppo_is_that_of_verl(tmp_path: Path) -> None:
     assert metrics["value_loss"] == pytest.approx(float(verl["of_values"]), abs=TOLERANCE)
     assert metrics["value_clip_ratio"] == pytest.approx(verl["clipped"], abs=1e-6)
     assert verl["whitened"] < TOLERANCE  # verl's own advantages are these, whitened
+
+    arrays = {n: getattr(batch, n).detach().numpy() for n in ("old", "reference", "old_values")}
+    arrays["score"] = batch.score[:, None].expand(-1, LONGEST).numpy()
+    numbers = config.model_dump(exclude_none=True, exclude={"reference"})
+    config = ObjectiveConfig(**numbers, whiten_advantages=True, entropy_coef=0.2)
+    moments = moments_of_advantages(config, arrays, LENGTHS)
+    for name, value in moments.items():
+        setattr(batch, name, torch.full((len(LENGTHS),), value, dtype=torch.float64))
+    loss, _, _ = batch.ours(config, *sides, *moments)
+    assert abs(loss - (verl["white_total"] - 0.2 * verl["of_tokens"])) < TOLERANCE
+    for kind, more in (("grpo", {"loss_type": "grpo"}), ("rloo", {})):
+        losses = [
+            batch.ours(
+                ObjectiveConfig(kind=kind, entropy_coef=c, **more), "old", "advantages", "entropies"
+            )[0]
+            for c in (0.0, 0.2)
+        ]
+        assert abs(losses[0] - losses[1] - 0.2 * verl["of_rows"]) < TOLERANCE
 
 
 def test_advantages_of_groups() -> None:
@@ -298,7 +393,7 @@ def test_advantages_of_groups() -> None:
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
 def test_a_row_counts_the_same_in_any_microbatch(kind: str) -> None:
     """Neither packing nor the cut into microbatches changes sums and weights."""
-    config = ObjectiveConfig(kind=kind, beta=0.1)
+    config = ObjectiveConfig(kind=kind, beta=0.1, entropy_coef=0.1)
     objective, batch = make_objective(config), Batch(3)
     assert objective is not None
     names = ("old", "advantages", "score", "values", "reference", "entropies")
@@ -322,6 +417,28 @@ def test_a_row_counts_the_same_in_any_microbatch(kind: str) -> None:
     assert weight == objective.weigh(batch.targets.numpy(), batch.documents.numpy(), {})
     for name, (value, _) in whole.sums.items():
         assert sums[name] == pytest.approx(float(value), abs=1e-12), name
+
+
+def test_rewards_are_reported_by_source_and_one_by_one() -> None:
+    batch, config = Batch(2), ObjectiveConfig(kind="grpo")
+    batch.source = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)  # type: ignore[attr-defined]
+    rewards = RewardConfig(kind="exact_match"), RewardConfig(kind="exact_match")
+    rollout = RolloutConfig(
+        prompts=(PromptsConfig(path="x"),), rewards=rewards, sources=("easy", "hard", "never")
+    )
+    objective = make_objective(config, rollout=rollout)
+    assert objective is not None
+    side = batch.side("old", "advantages", "source")
+    named = {"reward": batch.score, "rewards/exact_match_2/mean": 2 * batch.score}
+    side |= {name: batch.pack(values) for name, values in named.items()}
+    found = objective(batch.pack(batch.logps), batch.targets, batch.documents, side)
+    sums = [float(one) for name in objective.names for one in found.sums[name]]
+    means, score = means_of(objective.names, sums), batch.score
+    assert sum_names(config, rollout) == objective.names
+    assert means["reward/easy"] == pytest.approx(float(score[[0, 2, 5]].mean()), abs=1e-12)
+    assert means["reward/hard"] == pytest.approx(float(score[[1, 3, 4]].mean()), abs=1e-12)
+    assert "reward/never" not in means
+    assert means["rewards/exact_match_2/mean"] == pytest.approx(2 * means["reward"], abs=1e-12)
 
 
 def test_advantages_of_a_row_are_the_returns_of_its_own_tokens() -> None:

@@ -54,7 +54,7 @@ LATER_KEYS = frozenset(
             *("cpo_alpha", "desirable_weight", "undesirable_weight"),
             *("center_rewards_coefficient", "epsilon", "epsilon_high", "importance_sampling_level"),
             *("scale_rewards", "max_completion_length", "gamma", "lam", "cliprange_value"),
-            "vf_coef",
+            *("vf_coef", "entropy_coef", "whiten_advantages"),
             *("top_k", "temperature", "alpha"),
         ),
         "model": (
@@ -67,7 +67,7 @@ LATER_KEYS = frozenset(
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
-            *("samples", "temperature", "top_p", "version"),
+            *("samples", "source_column", "temperature", "top_p", "version"),
         ),
         "task": ("args", "data", "name", "parameters", "samples", "source"),
         "train": ("deterministic", "keep_zeros", "loss_chunk", "qat"),

@@ -48,7 +48,10 @@ PLACES = (
     "data.sources.*.path",
     "rollout.prompts.*.path",
     "rollout.rewards.*.path",
+    "evaluate.tasks.*.path",
 )
+_FREE_LISTS = ("evaluate.tasks.",)
+"""Lists whose paths are replaced, too."""
 
 
 def expand_path(text: str) -> str:
@@ -124,7 +127,8 @@ def locate_paths(
             refused.append(f"{where(key)}: {key}: {error}")
     if refused:
         raise ConfigError("\n".join(refused))
-    places = {key: path for key, path in found.items() if key not in FREE_PATHS}
+    kept = [key for key in found if key not in FREE_PATHS and not key.startswith(_FREE_LISTS)]
+    places = {key: found[key] for key in kept}
     for key in found.keys() - places.keys():
         config = with_value(config, as_path(key), found[key])
     return with_places(config, places), places
@@ -171,6 +175,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     for index, reward in enumerate(config.rollout.rewards):
         if reward.path is not None:
             yield f"rollout.rewards.{index}.path", reward.path
+    for index, task in enumerate(config.evaluate.tasks):
+        yield f"evaluate.tasks.{index}.path", task.path
 
 
 def _located(config: RunConfig, key: str, value: str, base: str) -> str:

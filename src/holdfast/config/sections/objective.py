@@ -35,7 +35,12 @@ DpoLoss = Literal[
 ]
 GrpoLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 LossType = Literal[DpoLoss, GrpoLoss]
-_CLIPPED: dict[str, float | str] = {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.0}
+_CLIPPED: dict[str, float | str] = {
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "epsilon_high": 0.0,
+    "entropy_coef": 0.0,
+}
 """Keys of all policy gradients. epsilon_high 0: epsilon."""
 
 
@@ -94,7 +99,14 @@ KINDS: Mapping[str, KindOfObjective] = {
     ),
     "rloo": KindOfObjective(_CLIPPED, "rows", makes_rows=True),
     "ppo": KindOfObjective(
-        {**_CLIPPED, "gamma": 1.0, "lam": 0.95, "cliprange_value": 0.5, "vf_coef": 0.5},
+        {
+            **_CLIPPED,
+            "gamma": 1.0,
+            "lam": 0.95,
+            "cliprange_value": 0.5,
+            "vf_coef": 0.5,
+            "whiten_advantages": 0.0,
+        },
         has_score_head=True,
         makes_rows=True,
     ),
@@ -112,7 +124,8 @@ class ObjectiveConfig(Section):
 
     kind: Never[Kind] = "next_token"
     """next_token; preferences: dpo, ipo, simpo, orpo, kto; reward, a reward model; distill, from a
-    teacher's likeliest tokens; policy gradients: grpo, rloo, ppo"""
+    teacher's likeliest tokens, with rollout after the student's own. Policy gradients: grpo, rloo,
+    ppo"""
     beta: Branch[float | None] = Field(None, ge=0)
     """dpo, ipo, kto: strength of the pull to the reference (0.1). simpo: scale of rewards (2.0).
     orpo: weight of the odds ratio (0.1). distill: 0 is the forward KL, 1 the reverse one (0).
@@ -140,8 +153,11 @@ class ObjectiveConfig(Section):
     """grpo, rloo, ppo: the upper clip, if it is another; 0: epsilon"""
     importance_sampling_level: Branch[Literal["token", "sequence"] | None] = None
     """grpo: ratios of tokens, or of complete rows as in GSPO (token)"""
-    scale_rewards: Branch[Literal["group", "none"] | None] = None
-    """grpo: group: the standard deviation of a group divides its advantages (group)"""
+    entropy_coef: Branch[float | None] = Field(None, ge=0)
+    """grpo, rloo, ppo: weight of a bonus for the entropy of each token's distribution (0)"""
+    scale_rewards: Branch[Literal["group", "batch", "none"] | None] = None
+    """grpo: what divides advantages: the standard deviation of the rewards of a group, or of all
+    groups of the step (group)"""
     max_completion_length: Branch[int | None] = Field(None, ge=0)
     """grpo with loss_type dr_grpo: what divides a completion's sum: rollout.max_tokens"""
     gamma: Branch[float | None] = Field(None, gt=0, le=1)
@@ -152,13 +168,15 @@ class ObjectiveConfig(Section):
     """ppo: furthest that a value moves from that before the step (0.5)"""
     vf_coef: Branch[float | None] = Field(None, ge=0)
     """ppo: weight of the loss of values (0.5)"""
+    whiten_advantages: Branch[bool | None] = None
+    """ppo: give the advantages of a step mean 0 and variance 1, as verl does (false)"""
 
     top_k: Branch[int | None] = Field(None, ge=1, le=1024)
     """distill: likeliest tokens that are stored of each place (64)"""
     temperature: Branch[float | None] = Field(None, gt=0)
     """distill: both distributions are taken at it (1)"""
     alpha: Branch[float | None] = Field(None, ge=0, le=1)
-    """distill: weight of the cross entropy, next to that of the divergence (0.5)"""
+    """distill: weight of the cross entropy, next to that of the divergence (0.5; with rollout 0)"""
     reference: Never[ReferenceConfig] = ReferenceConfig()
 
     @property
@@ -184,6 +202,19 @@ class ObjectiveConfig(Section):
         by_tokens = self.kind == "grpo" and self.text("loss_type") in ("bnpo", "dapo")
         return "" if unit == "tokens" or by_tokens else unit
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        pulls = self.facts.makes_rows and self.number("beta") > 0
+        return self.facts.needs_reference or pulls
+
+    @property
+    def of_steps(self) -> bool:
+        """Whether what a row counts follows from all rows of its step."""
+        kind = self.kind
+        is_scaled = kind == "grpo" and self.text("scale_rewards") == "batch"
+        return is_scaled or (kind == "ppo" and bool(self.whiten_advantages))
+
     def number(self, key: str) -> float:
         """Return a key's value, or the default of the kind."""
         said = getattr(self, key)
@@ -207,11 +238,12 @@ class ObjectiveConfig(Section):
                 f"{key} is a key of {' and '.join(kinds)}, and kind is {self.kind}: "
                 f"use objective.kind: {kinds[0]}, or remove {key}"
             )
-        if self.reference.model and not self.facts.needs_reference:
-            kinds = [kind for kind, facts in KINDS.items() if facts.needs_reference]
+        if self.reference.model and not self.reads_reference:
+            what = "beta 0" if self.facts.makes_rows else f"kind {self.kind}"
+            remedy = "objective.beta: 0.01" if self.facts.makes_rows else "objective.kind: dpo"
             yield (
-                f"reference.model has no effect, as kind {self.kind} needs no reference: use "
-                f"objective.kind: {kinds[0]}, or remove the key"
+                f"reference.model has no effect, as {what} needs no reference: use {remedy}, or "
+                "remove the key"
             )
         losses = {"dpo": get_args(DpoLoss), "grpo": get_args(GrpoLoss)}.get(self.kind, ())
         if self.loss_type is not None and losses and self.loss_type not in losses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
@@ -43,6 +43,15 @@ class PromptsConfig(Section):
         located = self.model_copy()
         located._place = place
         return located
+
+
+def numbered_labels(entries: Sequence[RewardConfig]) -> tuple[str, ...]:
+    """A name of each entry for metrics; a repeated one gets a number."""
+    names = [entry.label for entry in entries]
+    return tuple(
+        name if names.count(name) == 1 else f"{name}_{names[:place].count(name) + 1}"
+        for place, name in enumerate(names)
+    )
 
 
 class RewardConfig(Section):

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Branch, InPlace, Never, Section
-from holdfast.config.sections.rewards import PromptsConfig, RewardConfig
+from holdfast.config.sections.rewards import PromptsConfig, RewardConfig, numbered_labels
 
 MAX_LAG = 2
 
@@ -31,7 +31,10 @@ class RolloutConfig(Section):
     prompts: Branch[tuple[PromptsConfig, ...]] = ()
     """files of prompts (docs/guide/rewards.md); none: the run trains on a dataset"""
     rewards: Branch[tuple[RewardConfig, ...]] = ()
-    """what rates a completion (docs/guide/rewards.md)"""
+    """what rates a completion (docs/guide/rewards.md). objective.kind distill: only reported"""
+    source_column: Branch[str | None] = None
+    """column of prompts with the name of a row's source, by which rewards are reported; left out:
+    the name of its entry in prompts"""
     samples: Branch[int] = Field(4, ge=1, le=4096)
     """completions of each prompt: a group. train.batch_size counts completions, and is a multiple
     of it"""
@@ -50,7 +53,7 @@ class RolloutConfig(Section):
     scorers: InPlace[int] = Field(1, ge=0, le=1024)
     """processes of each node that rate completions; 0: the trainers rate them"""
     slots: InPlace[int] = Field(1, ge=1, le=4096)
-    """completions that one actor generates at a time. A killed actor loses what it has of them"""
+    """completions that one actor generates at a time"""
     server: ServerConfig = ServerConfig()
     show_every: InPlace[int] = Field(10, ge=0)
     """steps between two groups of completions that the journal and the report show; 0: none"""
@@ -60,6 +63,9 @@ class RolloutConfig(Section):
     and says so"""
     places: InPlace[dict[str, str]] = Field(default_factory=dict)
     """where the files that prompts, rewards and tokenizer name lie (planned)"""
+    sources: InPlace[tuple[str, ...]] = ()
+    """names of the sources of prompts, by which rewards are reported, if there are several
+    (planned)"""
     count: Branch[int] = Field(0, ge=0, description="number of prompts (planned)")
 
     @property
@@ -68,13 +74,17 @@ class RolloutConfig(Section):
         return bool(self.prompts)
 
     @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the means of each reward, if there are several."""
+        labels = numbered_labels(self.rewards)
+        return tuple(f"rewards/{label}/mean" for label in labels) if len(labels) > 1 else ()
+
+    @property
     def draws(self) -> int:
         """How often a group is drawn at most."""
         return 1 + (self.redraws if self.filter != "none" else 0)
 
     def broken_rules(self) -> Iterator[str]:
-        if self.prompts and not self.rewards:
-            yield "rollout.prompts without rollout.rewards gives nothing to learn: use at least one"
         if self.rewards and not self.prompts:
             yield "rollout.rewards has nothing to rate: use rollout.prompts, or remove it"
         if self.server.model and not self.server.url:

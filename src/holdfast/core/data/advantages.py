@@ -2,52 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.sections.objective import ObjectiveConfig
 
+SOURCE = "source"
+"""The side tensor with the number of a row's source of prompts, in `rollout.sources`."""
 STD_EPSILON = 1e-4
 """Added to a standard deviation of rewards, as in TRL."""
 
 
 def row_values(
-    config: ObjectiveConfig, rewards: NDArray[np.float64]
+    config: ObjectiveConfig,
+    rewards: NDArray[np.float64],
+    kl: NDArray[np.float64] | None = None,
+    of_step: NDArray[np.float64] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """Return the side tensors of the rows of complete groups, [prompts, samples] each.
 
     Args:
-        config: the section `objective`, of a kind that generates its rows.
-        rewards: [prompts, samples]; for rloo with beta above 0 minus beta times the row's KL.
+        config: the section `objective`, of a kind that generates its rows. A distillation
+            reports rewards alone.
+        rewards: [prompts, samples].
+        kl: of each row, [prompts, samples]: rloo subtracts beta times it.
+        of_step: rewards of all rows of the step, for scale_rewards batch.
     """
+    said = rewards
+    if kl is not None and config.kind == "rloo":
+        rewards = rewards - config.number("beta") * kl
     std = group_std(rewards)
     found = {
-        "reward": rewards,
+        "reward": said,
         "reward_std": std,
         "frac_reward_zero_std": np.isclose(std, 0.0).astype(np.float64),
     }
+    if config.kind == "distill":
+        return found
     if config.kind == "ppo":
         return found | {"score": rewards}
     of_rloo = config.kind == "rloo"
     advantages = (
         leave_one_out(rewards)
         if of_rloo
-        else group_advantages(rewards, config.text("scale_rewards"))
+        else group_advantages(rewards, config.text("scale_rewards"), of_step)
     )
     return found | {"advantages": advantages}
 
 
-def group_advantages(rewards: NDArray[np.float64], scale: str) -> NDArray[np.float64]:
+def group_advantages(
+    rewards: NDArray[np.float64], scale: str, of_step: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """Return GRPO's advantages: rewards minus the mean of their group, over a standard deviation.
 
     Args:
         rewards: [prompts, samples].
-        scale: group: the group's standard deviation divides; none: nothing does.
+        scale: group, batch: the standard deviation of the group, or of `of_step`; none: nothing.
+        of_step: rewards of all rows of the step.
     """
     centred: NDArray[np.float64] = rewards - rewards.mean(axis=1, keepdims=True)
     if scale == "none":
         return centred
-    divided: NDArray[np.float64] = centred / (group_std(rewards) + STD_EPSILON)
+    std: Any = group_std(rewards)
+    if scale == "batch":
+        assert of_step is not None, "the feed has waited for the step's groups"
+        std = of_step.std(ddof=1) if of_step.size > 1 else 0.0
+    divided: NDArray[np.float64] = centred / (std + STD_EPSILON)
     return divided
 
 

@@ -102,7 +102,11 @@ class AgentParts:
         await asyncio.to_thread(self.refusals.close)
         await self.records.event_log.flush(sync=True)
         seconds = self.context.config.logging.finish_seconds
-        await self.trackers.finish(0.0 if self.processes.is_killed else seconds)
+        is_killed = self.processes.is_killed
+        await self.trackers.finish(
+            0.0 if is_killed else seconds,
+            is_leaving=is_killed or self.shutdown_controller.reason is not None,
+        )
         self.processes.close()
 
     # --- making one part each -------------------------------------------------------------------

@@ -84,7 +84,7 @@ class RoleSupervisor:
         self.queue = RolloutQueue(
             say,
             lambda: asyncio.get_running_loop().time(),
-            lambda lost: emit(RoleExited(lost.name, lost.node, lost.exit_code)),
+            lambda lost: emit(RoleExited(lost.name, lost.node, lost.exit_code, lost.tokens)),
         )
         self._task: asyncio.Task[None] | None = None
 

@@ -88,17 +88,23 @@ class TrackerSupervisor:
                 logger.exception("the trackers could not be looked after")
             await asyncio.sleep(LEAD_CHECK_INTERVAL_S if self._led_at is None else CHECK_INTERVAL_S)
 
-    async def finish(self, timeout_s: float) -> None:
+    async def finish(self, timeout_s: float, *, is_leaving: bool = False) -> None:
         """Have every tracker deliver the rest, for `timeout_s` seconds at most. Call it when the
-        journal is complete."""
+        journal is complete. is_leaving: the run was stopped, so no program waits longer."""
         if self._led_at is None:
             return
+        # What a program with a wait of its own finds out goes to the other ones.
+        slow = [tracked for tracked in self._tracked if tracked.program.finish_s is not None]
+        for tracked in slow:
+            wait_s = tracked.program.finish_s or 0.0
+            await self._finish_slow(tracked, min(wait_s, timeout_s) if is_leaving else wait_s)
+        quick = [tracked for tracked in self._tracked if tracked not in slow]
         results = await asyncio.gather(
-            *(self._finish(tracked, timeout_s) for tracked in self._tracked), return_exceptions=True
+            *(self._finish(tracked, timeout_s) for tracked in quick), return_exceptions=True
         )
         late = [
             tracked.program.name
-            for tracked, is_complete in zip(self._tracked, results, strict=True)
+            for tracked, is_complete in zip(quick, results, strict=True)
             if is_complete is not True and not tracked.refusal
         ]
         if late:
@@ -109,10 +115,9 @@ class TrackerSupervisor:
         for tracked in self._tracked:
             if tracked.refusal:
                 name = tracked.program.name
-                self._say(
-                    f"{tracked.refusal}; then deliver the run with: {self._track_command} "
-                    f"--to {name} --option NAME=VALUE"
-                )
+                again = f"{self._track_command} --to {name} --option NAME=VALUE"
+                again = tracked.program.by_hand or again
+                self._say(f"{tracked.refusal}; then deliver the run with: {again}")
 
     async def _check(self, now: float) -> None:
         if self._is_leading():
@@ -168,6 +173,17 @@ class TrackerSupervisor:
                 f"the tracker {tracked.program.name} cannot deliver (see {tracked.program.log}); "
                 "training continues, and it will get everything once it can"
             )
+
+    async def _finish_slow(self, tracked: _Tracked, timeout_s: float) -> None:
+        """Have a program do the rest, and start it again if it is killed."""
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
+        while not await self._finish(tracked, max(0.0, end - now())) and not tracked.refusal:
+            if now() + FIRST_PAUSE_S > end:
+                name, by_hand = tracked.program.name, tracked.program.by_hand
+                self._say(f"{name} is not complete; do the rest with: {by_hand}")
+                return
+            await asyncio.sleep(FIRST_PAUSE_S)
 
     async def _finish(self, tracked: _Tracked, timeout_s: float) -> bool:
         """Return True if the tracker has everything."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from holdfast.config.loading.identity import decisive_values
 from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.model_from import TRANSFORMERS_TASK
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.data import SourceConfig
+from holdfast.config.sections.task import refuse_task
+from holdfast.data.read.source_files import find_files
 from holdfast.elastic.run_context import TrackerProgram
+from holdfast.errors import ConfigError
 from holdfast.report.trackers.process import TrackerSpec
 from holdfast.report.trackers.registry import (
     BUILT_IN,
@@ -22,6 +28,8 @@ from holdfast.report.trackers.registry import (
 from holdfast.wire.child_command import paths_for
 
 TRACKER_MODULE = "holdfast.report.trackers.process"
+_EVALUATOR = "holdfast.evaluation.in_run:TaskEvaluator"
+_NO_LIMIT_S = 1e9  # of one evaluation
 
 
 def refuse_missing_trackers(loaded: LoadedConfig) -> None:
@@ -34,6 +42,26 @@ def refuse_missing_trackers(loaded: LoadedConfig) -> None:
         if name in BUILT_IN:  # without importing what it needs
             options = options_of(name, loaded.config.logging)
             check_options(name, load_tracker(name), options, partial(_place, loaded, name))
+
+
+def refuse_bad_tasks(loaded: LoadedConfig) -> None:
+    """Raises UserError for evaluate.tasks that cannot be read, or that the run cannot answer."""
+    config = loaded.config
+    if not config.evaluate.tasks:
+        return
+    if config.task.name != TRANSFORMERS_TASK:
+        refuse_task(config.task, "evaluate.tasks")
+    if not config.model.has_language_head:
+        raise ConfigError(
+            "a reward model writes no text, and evaluate.tasks needs one",
+            where=loaded.where("evaluate.tasks"),
+            remedy="remove evaluate.tasks",
+        )
+    for number, task in enumerate(config.evaluate.tasks):
+        key = f"evaluate.tasks.{number}"
+        found = find_files(SourceConfig(kind="jsonl", path=task.path), loaded.where(f"{key}.path"))
+        if found.refused:
+            raise found.refused[0]
 
 
 def _place(loaded: LoadedConfig, name: str, option: str) -> str:
@@ -53,6 +81,14 @@ def tracker_programs(config: RunConfig, folder: Path) -> tuple[TrackerProgram, .
         options = options_of(name, config.logging)
         spec = tracker_spec(name, config, folder, options, str((folder / log).absolute()))
         programs.append(TrackerProgram(name, TRACKER_MODULE, spec.to_json_line(), log))
+    if config.evaluate.tasks:
+        log = "logs/evaluate.log"
+        spec = tracker_spec(_EVALUATOR, config, folder, {}, str((folder / log).absolute()))
+        line = replace(spec, timeout_s=_NO_LIMIT_S).to_json_line()
+        wait_s, by_hand = config.evaluate.finish_seconds, f"holdfast evaluate {folder}"
+        programs.append(
+            TrackerProgram("evaluate.tasks", TRACKER_MODULE, line, log, wait_s, by_hand)
+        )
     return tuple(programs)
 
 

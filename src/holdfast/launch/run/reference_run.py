@@ -14,9 +14,12 @@ from holdfast.config.huggingface.folder import read_folder_model
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.loading.model_from import refuse_other_shape
 from holdfast.config.run import RunConfig
-from holdfast.core.format.hf_names import huggingface_map
+from holdfast.config.sections.model import ModelConfig
+from holdfast.core.format.hf_names import NameMap, huggingface_map
 from holdfast.core.format.stored_weights import check_weights
+from holdfast.core.sharding.parameters import count_parameters
 from holdfast.data.read.files import canonical_json, checksum
+from holdfast.data.read.vocabulary import describe_difference, tokenizer_file
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.reference import (
     MANIFEST,
@@ -27,6 +30,7 @@ from holdfast.data.stream.reference import (
 )
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.lora_run import IMPORTED, folder_values
+from holdfast.rollout.roles.texts import TOKENIZER_PLACE
 from holdfast.wire.store.run_location import store_of_run
 
 KEY = "objective.reference"
@@ -87,6 +91,36 @@ def check_reference_model(
     return {**values, f"{KEY}.key": (key, why)}
 
 
+def check_rollout_reference(loaded: LoadedConfig, stored: Mapping[str, Any]) -> PlannedValues:
+    """Return the checksum of the reference that actors read completions with. Raises UserError.
+
+    stored: values of the run that continues; none for a new one."""
+    config = loaded.config
+    if not config.has_read_reference or config.lora.rank:
+        return {}
+    if named := config.objective.reference.model:
+        before = stored.get("objective", {}).get("reference", {})
+        theirs, ours = (
+            Path(named, "tokenizer.json"),
+            tokenizer_file(str(config.data.tokenizer.place)),
+        )
+        if theirs.is_file() and (difference := describe_difference(theirs, ours)):
+            raise ConfigError(
+                f"the reference has another tokenizer than the prompts: {difference}",
+                where=loaded.where(f"{KEY}.model"),
+                remedy="use a reference that was trained with data.tokenizer.path",
+            )
+        return _named_values(loaded, Path(named), before.get("checksum", ""))
+    if config.model.weights_checksum == IMPORTED:
+        raise ConfigError(
+            f"objective.beta {config.objective.beta} pulls to the weights that the run begins "
+            "with, and those of an imported checkpoint lie in no folder",
+            where=loaded.where("objective.beta"),
+            remedy=f"set {KEY}.model to a folder in Hugging Face form",
+        )
+    return {}
+
+
 def _origin(config: RunConfig, dataset: Dataset, weights: str) -> ReferenceOrigin:
     data, precision = config.data, config.train.precision
     where = config.device, data.sequence_length, data.chat.long_rows
@@ -100,24 +134,70 @@ def teacher_values(
 
     before: values of the run that continues. The place depends on no device, as one process
     computes all."""
-    config, key = loaded.config, f"{KEY}.model"
-    objective, folder = config.objective, Path(os.path.abspath(config.objective.reference.model))
-    found = read_folder_model(folder)
-    if found.vocab_size != dataset.vocab_size:
-        raise ConfigError(
-            f"the teacher knows {found.vocab_size} tokens, and the dataset has "
-            f"{dataset.vocab_size}",
-            where=loaded.where(key),
-            remedy="prepare the data with the teacher's tokenizer: "
-            f"data.tokenizer.path={folder / 'tokenizer.json'}",
-        )
-    expected, names = before.get("checksum", ""), huggingface_map(found)
-    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
-    values = {f"{KEY}.model": values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}
+    config, objective = loaded.config, loaded.config.objective
+    values, _ = _teacher_weights(loaded, dataset.vocab_size, "dataset", before)
     weights = str(values[f"{KEY}.checksum"][0])
     origin = replace(_origin(config, dataset, weights), precision="fp32", device="any")
     place = origin.teacher_key(int(objective.number("top_k")), objective.number("temperature"))
     return {**values, f"{KEY}.key": (before.get("key") or place, "dataset and teacher")}
+
+
+def completions_teacher_values(
+    loaded: LoadedConfig, stored: Mapping[str, Any] | None
+) -> PlannedValues:
+    """Return what follows from the teacher of a run that generates: its place, checksum and size,
+    and that the run's own completions are no answers. Raises UserError.
+
+    stored: values of the run that continues, empty for a new one; None: no weights are read."""
+    config = loaded.config
+    if config.objective.kind != "distill":
+        return {}
+    before = None if stored is None else stored.get("objective", {}).get("reference", {})
+    values, found = _teacher_weights(loaded, config.model.vocab_size, "student", before)
+    theirs = Path(config.objective.reference.model).absolute() / "tokenizer.json"
+    ours = Path(config.rollout.places[TOKENIZER_PLACE])
+    if theirs.is_file() and (difference := describe_difference(theirs, ours)):
+        raise ConfigError(
+            f"teacher and prompts have different tokenizers: {difference}",
+            where=loaded.where(f"{KEY}.model"),
+            remedy=f"use the teacher's: data.tokenizer.path={theirs}",
+        )
+    return {
+        **values,
+        f"{KEY}.parameters": (count_parameters(found), "the folder's"),
+        "objective.alpha": (0.0, "completions are the student's own"),
+    }
+
+
+def _teacher_weights(
+    loaded: LoadedConfig, vocabulary: int, who: str, before: Mapping[str, Any] | None
+) -> tuple[PlannedValues, ModelConfig]:
+    """Return the teacher's place and checksum, and its shape. vocabulary: tokens that it has to
+    know, of which `who` speaks. before: None: its weights are not read. Raises UserError."""
+    key = f"{KEY}.model"
+    folder = Path(os.path.abspath(loaded.config.objective.reference.model))
+    found, length = read_folder_model(folder), loaded.config.data.sequence_length
+    if found.vocab_size != vocabulary:
+        raise ConfigError(
+            f"the teacher knows {found.vocab_size} tokens, and the {who} has {vocabulary}",
+            where=loaded.where(key),
+            remedy=(
+                f"use model.vocab_size={found.vocab_size}, or a teacher of {vocabulary} tokens"
+                if who == "student"
+                else "prepare the data with the teacher's tokenizer: "
+                f"data.tokenizer.path={folder / 'tokenizer.json'}"
+            ),
+        )
+    if found.max_position < length:
+        raise ConfigError(
+            f"the teacher reads {found.max_position} tokens, and a sample has {length}",
+            where=loaded.where(key),
+            remedy=f"use data.sequence_length={found.max_position}, or another teacher",
+        )
+    if before is None:
+        return {}, found
+    expected, names = before.get("checksum", ""), huggingface_map(found)
+    return _folder_values(folder, expected, names), found
 
 
 def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedValues:
@@ -127,7 +207,14 @@ def _named_values(loaded: LoadedConfig, folder: Path, stored: str) -> PlannedVal
     refuse_other_shape(config.model, read_folder_model(folder), folder, loaded.where(key))
     names = huggingface_map(config.model)
     expected = config.objective.reference.checksum or stored
-    return folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    return _folder_values(folder, expected, names)
+
+
+def _folder_values(folder: Path, expected: str, names: NameMap) -> PlannedValues:
+    """The place of a reference and its checksum, which must be `expected` if that is known."""
+    key = f"{KEY}.model"
+    values = folder_values(folder, key, expected, lambda: check_weights(folder, names))
+    return {key: values[key], f"{KEY}.checksum": values[f"{key}_checksum"]}
 
 
 def _first_commit(run_folder: Path) -> str:

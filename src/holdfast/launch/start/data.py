@@ -29,6 +29,8 @@ from holdfast.launch.run.branch_config import batch_schedule
 from holdfast.launch.run.lora_run import check_base, check_first_weights
 from holdfast.launch.run.reference_run import (
     check_reference_model,
+    check_rollout_reference,
+    completions_teacher_values,
     describe_reference,
     refuse_other_rows,
 )
@@ -206,11 +208,13 @@ def prepare_run_data(
     rollout = loaded.config.rollout.is_on
     if rollout:
         loaded = with_planned(loaded, plan_rollout(loaded))
+        loaded = with_planned(loaded, completions_teacher_values(loaded, facts.stored_config))
         screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
         for line in describe_changed_rewards(loaded, facts.stored_config):
             screen.say(line)
         if loaded.config.lora.rank:
             loaded = with_planned(loaded, check_base(loaded, facts.stored_config))
+        loaded = with_planned(loaded, check_rollout_reference(loaded, facts.stored_config))
     elif not loaded.config.task.has_own_data:
         dataset = prepare_and_check_dataset(loaded, screen, wait=facts.several)
     if dataset is not None and not loaded.config.task.name:
@@ -254,6 +258,7 @@ def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConf
     prepared. Raises ConfigError."""
     if loaded.config.rollout.is_on:
         loaded = loaded.with_values(plan_rollout(loaded))
+        loaded = loaded.with_values(completions_teacher_values(loaded, None))
         screen.say(describe_roles(loaded.config, loaded.config.layout.workers or 1))
         return loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, None)))
     data, train = loaded.config.data, loaded.config.train

@@ -15,6 +15,9 @@ from holdfast.rollout.decode.server_link import ServerAddress
 from holdfast.rollout.messages import Sampling
 from holdfast.rollout.roles.texts import TOKENIZER_PLACE, open_prompts, open_rewards, places_of
 
+MAX_SOURCES = 64
+"""Sources of prompts: a step carries two numbers for each."""
+
 
 def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     """Read the prompts, try the rewards, and return the planned keys. Raises UserError."""
@@ -36,6 +39,12 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
     with open_rewards(config) as rewards:
         rewards.check(prompts)
         judged = rewards.version
+    if len(sources := prompts.sources) > MAX_SOURCES:
+        raise ConfigError(
+            f"the prompts have {len(sources):,} sources, and a step reports at most {MAX_SOURCES}",
+            where=loaded.where("rollout.prompts"),
+            remedy="set rollout.source_column to a column with fewer values, or leave it out",
+        )
     places = places_of(config)
     path = Path(places[TOKENIZER_PLACE])
     tokens = describe_tokenizer(load_tokenizer(path), path)
@@ -49,6 +58,7 @@ def plan_rollout(loaded: LoadedConfig) -> PlannedValues:
         "rollout.version": (prompts.version, why),
         "rollout.rewards_version": (judged, "the rewards and their files"),
         "rollout.count": (len(prompts), why),
+        "rollout.sources": (sources if len(sources) > 1 else (), why),
         "rollout.places": (places, "where the run file names them"),
     }
     size = config.model.vocab_size

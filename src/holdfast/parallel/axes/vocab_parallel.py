@@ -91,7 +91,17 @@ class VocabularySoftmax:
 
     def entropies(self, logits: Tensor) -> Tensor:
         """Of the softmax over all ranks' rows, in nats.  logits: [c, rows] -> [c]"""
+        return self._entropies(_widen(logits))[0]
+
+    def entropy_gradient(self, logits: Tensor) -> Tensor:
+        """d entropy / d logits of this rank's rows.  [c, rows] -> [c, rows]"""
         wide = _widen(logits)
+        entropy, total = self._entropies(wide)
+        log_p = wide - total[:, None]
+        return log_p.exp().mul_(log_p + entropy[:, None]).neg_()
+
+    def _entropies(self, wide: Tensor) -> tuple[Tensor, Tensor]:
+        """Return entropies [c], and the logarithm of the sum of all ranks' exponentials [c]."""
         own = wide.new_zeros(1, 2, wide.shape[0])
         log_sum, mean = own[0]
         log_sum.fill_(-torch.inf)
@@ -101,7 +111,7 @@ class VocabularySoftmax:
         everywhere = self._collectives.all_gather(own)  # [n, 2, c]
         total = everywhere[:, 0].logsumexp(0)
         shares = (everywhere[:, 0] - total).exp()
-        return total - (shares * everywhere[:, 1]).sum(0)
+        return total - (shares * everywhere[:, 1]).sum(0), total
 
     def _combine(self, p: Tensor, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses [c] and this rank's share [c] of all probability. p: softmax over this

@@ -151,11 +151,11 @@ def memory_of(config: RunConfig, table: StateTable, replica: Replica, at: Coordi
 
 
 def frozen_bytes(config: RunConfig) -> int:
-    """Bytes of the base that a rank's adapters are for."""
-    if not config.lora.rank or config.task.name:
-        return 0
+    """Bytes of the base that a rank's adapters are for, or of a teacher of completions."""
     precision = config.train.precision
     item = 2 if precision in MIXED else ITEM_BYTES[STATE_DTYPE[precision]]
+    if not config.lora.rank or config.task.name:
+        return item * config.objective.reference.parameters
     packed = packed_weights(config.model, config.lora)
     rows = decoder_parameters(config.model)
     small = sum(prod(row.shape) for row in rows if row.name in packed)

@@ -24,6 +24,7 @@ from holdfast.events import (
     GenerationStarted,
     MemoryUsed,
     Record,
+    RoleExited,
     RunBranched,
     RunFailed,
     RunFinished,
@@ -31,6 +32,7 @@ from holdfast.events import (
     RunStopped,
     SaveInterval,
     StepDone,
+    TaskEvaluated,
 )
 from holdfast.report.ledger.exchanges import ExchangeBook, ExchangeSeconds
 from holdfast.report.ledger.experts import ExpertLoad, RankLoads
@@ -179,6 +181,13 @@ class History:
     morphs: tuple[Morph, ...] = ()  # changes of layout, in order
     exchanges: tuple[ExchangeSeconds, ...] = ()  # of a step of rank 0, by kind
     completions: tuple[CompletionsShown, ...] = ()  # examples, by step
+    tasks: tuple[TaskEvaluated, ...] = ()  # by task and step
+    roles_lost: tuple[RoleExited, ...] = ()  # processes of actors and scorers
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that lost actors had drawn and not handed in, as far as they are known."""
+        return sum(each.tokens or 0 for each in self.roles_lost)
 
     @property
     def metrics(self) -> tuple[MetricSummary, ...]:
@@ -329,6 +338,8 @@ class _HistoryBuilder:
     experts: ExpertLoad = field(default_factory=ExpertLoad)
     plan: PlanBook = field(default_factory=PlanBook)
     completions: dict[int, CompletionsShown] = field(default_factory=dict)  # by step
+    tasks: dict[tuple[str, int], TaskEvaluated] = field(default_factory=dict)
+    roles_lost: list[RoleExited] = field(default_factory=list)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -379,6 +390,10 @@ class _HistoryBuilder:
                 self.branch = event
             if isinstance(event, CompletionsShown):
                 self.completions[event.step] = event
+            if isinstance(event, TaskEvaluated) and counts:
+                self.tasks[event.task, event.step] = event
+            if isinstance(event, RoleExited):
+                self.roles_lost.append(event)
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
@@ -496,4 +511,6 @@ class _HistoryBuilder:
             exchanges=self.exchanges.rows(),
             morphs=self.plan.morphs(),
             completions=tuple(self.completions[s] for s in sorted(self.completions)),
+            tasks=tuple(self.tasks[key] for key in sorted(self.tasks)),
+            roles_lost=tuple(self.roles_lost),
         )

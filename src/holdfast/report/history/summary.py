@@ -58,6 +58,8 @@ def summary(
         out["branch"] = history.branch.body
     if metrics := history.metrics:
         out["metrics"] = [asdict(metric) for metric in metrics]
+    if lost := history.roles_lost:
+        out["roles_lost"] = {"processes": len(lost), "tokens": history.lost_tokens}
     if history.experts:
         out["experts"] = {str(block): counts for block, counts in history.experts.items()}
         out["dropped_choices"] = history.dropped_choices
@@ -81,6 +83,8 @@ def summary(
     if history.transfers:
         sums = history.transfers.items()
         out["transfers"] = {kind: asdict(one) | {"hidden": one.hidden} for kind, one in sums}
+    if history.tasks:
+        out["tasks"] = [{"step": task.step, **task.body} for task in history.tasks]
     if history.holes:
         out["holes"] = list(history.holes)
     if curve:

@@ -29,7 +29,8 @@ HEALTHY: Mapping[str, HealthyRange] = {
     "entropy": HealthyRange(
         0.05,
         0.5,
-        "the policy hardly tries anything else: lower the learning rate, or raise objective.beta",
+        "the policy hardly tries anything else: lower the learning rate, or raise "
+        "objective.entropy_coef or objective.beta",
         "the policy is close to noise: fine-tune it longer before, or lower the learning rate",
     ),
     "kl": HealthyRange(

@@ -52,7 +52,8 @@ def notice_text(event: Event) -> str:
         return event.text
     if isinstance(event, RoleExited):
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"code {event.exit_code}"
-        return f"{event.name} exited with {how}; its completions are made elsewhere"
+        lost = "" if event.tokens is None else f" ({event.tokens} tokens of them were lost)"
+        return f"{event.name} exited with {how}; its completions are made elsewhere{lost}"
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"
     if isinstance(event, SourceRejected):

@@ -32,6 +32,7 @@ from holdfast.events import (
     RunStarted,
     RunStopped,
     StepDone,
+    TaskEvaluated,
     WorkerLost,
 )
 
@@ -109,6 +110,8 @@ class TimeLedger:
     # --- feeding ----------------------------------------------------------------------------
     def observe(self, record: Record) -> None:
         event = record.event
+        if isinstance(event, TaskEvaluated):
+            return  # by another process, perhaps long after the run
         if isinstance(event, RunStarted):
             self._start_session(record)
         elif not self._session:

@@ -121,6 +121,9 @@ def render_page(
         note = "Of a median step of worker 0. Exposed: the passes waited. The rest is hidden."
         parts.append(_card("Exchanges between workers", note, tables.exchanges_table(history)))
     parts += _records(history)
+    if history.tasks:
+        note = "Scores of checkpoints (holdfast evaluate, evaluate.tasks), the newest first."
+        parts.append(_card("Tasks", note, tables.tasks_table(history)))
     parts += _completions(history.completions)
     parts += _samples(samples)
     parts += _configuration(history, resolved)
@@ -317,12 +320,12 @@ def _completions(shown: Sequence[CompletionsShown]) -> list[str]:
         return []
     cards = []
     for group in thin_points(shown, MAX_COMPLETIONS, lambda group: max(group.rewards, default=0)):
-        pairs = zip(group.rewards, group.replies, strict=True)
-        replies = "\n".join(f"{reward:8.3g}  {reply}" for reward, reply in pairs)
+        rewards = [f"{reward:8.3g}  " for reward in group.rewards] or [""] * len(group.replies)
+        replies = "\n".join(map("".join, zip(rewards, group.replies, strict=True)))
         note = ", filtered" if group.is_filtered else ""
         head = f"step {group.step}, prompt {group.prompt}{note}: {group.asked}"
         cards.append(f'<div class="card sample"><pre>{escape(head)}\n{escape(replies)}</pre></div>')
-    note = "One group every few steps: reward and reply of each completion."
+    note = "One group every few steps: each completion, after its reward."
     return [_section("Completions", note, "".join(cards))]
 
 

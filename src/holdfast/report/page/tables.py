@@ -181,6 +181,21 @@ def checkpoints_table(history: History) -> str:
     return _folded_table(head, rows, (0, 1, 2, 3, 4))
 
 
+def tasks_table(history: History) -> str:
+    rows = [
+        (
+            escape(task.task),
+            format_count(task.step),
+            escape(task.metric),
+            f"{task.score:.4f}",
+            format_count(task.items),
+            escape(", ".join(f"{name} {value:.4g}" for name, value in task.metrics.items())),
+        )
+        for task in sorted(history.tasks, key=lambda task: (-task.step, task.task))
+    ]
+    return _folded_table(("task", "step", "metric", "score", "items", "more"), rows, (1, 3, 4))
+
+
 def cadence_table(history: History) -> str:
     """One line a tier whose cadence the run decides."""
     rows = [

@@ -1,4 +1,4 @@
-"""The tracker `csv`: `train.csv` and `validation.csv`, one row a step, for any spreadsheet."""
+"""The tracker `csv`: `train.csv`, `validation.csv` and a file for each task, one row a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from holdfast.report.trackers.curve import TRAIN, VALIDATION
+from holdfast.report.trackers.curve import TASKS, TRAIN, VALIDATION
 from holdfast.report.trackers.tracker import RunInfo, Tracker, folder_problems
 
 _FIXED = ["step", "time"]
@@ -28,15 +28,25 @@ class CsvTracker(Tracker):
 
     def start(self, info: RunInfo) -> None:
         """Remove the rows that were written after the stored position."""
-        folder = Path(info.options.get("folder") or info.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._tables = {group: _Table(folder / f"{group}.csv") for group in (TRAIN, VALIDATION)}
-        for group, table in self._tables.items():
-            table.cut(info.delivered.get(group, 0))
+        self._folder = Path(info.options.get("folder") or info.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._tables: dict[str, _Table] = {}
+        prefix = TASKS.replace("/", "-")
+        there = (path.stem for path in self._folder.glob(f"{prefix}*.csv"))
+        for group in (TRAIN, VALIDATION, *(name.replace(prefix, TASKS, 1) for name in there)):
+            self._table(group).cut(info.delivered.get(group, 0))
+
+    def _table(self, group: str) -> _Table:
+        path = self._folder / f"{group.replace('/', '-')}.csv"
+        return self._tables.setdefault(group, _Table(path))
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
-        group = VALIDATION if any(name.startswith("validation/") for name in values) else TRAIN
-        self._tables[group].append({"step": step, "time": time, **values})
+        first, group = next(iter(values), ""), TRAIN
+        if first.startswith(TASKS):
+            group = "/".join(first.split("/")[:2])
+        elif any(name.startswith("validation/") for name in values):
+            group = VALIDATION
+        self._table(group).append({"step": step, "time": time, **values})
 
     def rewind(self, step: int) -> None:
         for table in self._tables.values():

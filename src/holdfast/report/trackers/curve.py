@@ -22,9 +22,11 @@ from holdfast.events import (
     RunFinished,
     RunStopped,
     StepDone,
+    TaskEvaluated,
 )
 
 TRAIN, VALIDATION = "train", "validation"
+TASKS = "tasks/"  # begins the group of a task
 _MAX_RANGES = 4096  # Separate ranges that are remembered; the oldest ones are merged
 
 
@@ -32,7 +34,7 @@ _MAX_RANGES = 4096  # Separate ranges that are remembered; the oldest ones are m
 class Point:
     """The values of one step."""
 
-    group: str  # TRAIN or VALIDATION
+    group: str  # TRAIN, VALIDATION, or TASKS with the name of a task
     step: int
     values: Mapping[str, float]
     time: float  # seconds since 1970, on the writer's clock
@@ -93,7 +95,7 @@ class Curve:
         self._newest = max(self._starts, default=0)
         self._delivered = {
             group: StepRanges([[int(a), int(b)] for a, b in stored["delivered"].get(group, [])])
-            for group in (TRAIN, VALIDATION)
+            for group in (TRAIN, VALIDATION, *stored["delivered"])
         }
         self._early: dict[int, list[Record]] = {}  # generation -> points before its start is known
         self.end = "interrupted"
@@ -123,7 +125,7 @@ class Curve:
         event = record.event
         if isinstance(event, GenerationStarted):
             return self._start(record.generation, event.step)
-        if isinstance(event, StepDone | Evaluated):
+        if isinstance(event, StepDone | Evaluated | TaskEvaluated):
             if record.generation not in self._starts:
                 self._early.setdefault(record.generation, []).append(record)
                 return []
@@ -156,11 +158,14 @@ class Curve:
 
     def _point(self, record: Record) -> list[Change]:
         event = record.event
-        assert isinstance(event, StepDone | Evaluated)
+        assert isinstance(event, StepDone | Evaluated | TaskEvaluated)
         group = TRAIN if isinstance(event, StepDone) else VALIDATION
-        if event.step in self._delivered[group] or self._is_superseded(record):
+        if isinstance(event, TaskEvaluated):
+            group = TASKS + event.task
+        steps = self._delivered.setdefault(group, StepRanges())
+        if event.step in steps or self._is_superseded(record):
             return []
-        self._delivered[group].add(event.step)
+        steps.add(event.step)
         values = step_values(record, event)
         return [Point(group, event.step, values, record.time)]
 
@@ -172,8 +177,11 @@ class Curve:
         return record.event.step > min(later)
 
 
-def step_values(record: Record, event: StepDone | Evaluated) -> dict[str, float]:
-    """Return the values of a step or of a validation, by the names that trackers show."""
+def step_values(record: Record, event: StepDone | Evaluated | TaskEvaluated) -> dict[str, float]:
+    """Return the values of a step, a validation or a task, by the names that trackers show."""
+    if isinstance(event, TaskEvaluated):
+        numbers = {event.metric: event.score, **event.metrics}
+        return {f"{TASKS}{event.task}/{name}": value for name, value in numbers.items()}
     if isinstance(event, Evaluated):
         found = {"validation/loss": event.loss}
         if event.bits_per_byte is not None:

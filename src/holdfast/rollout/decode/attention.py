@@ -25,12 +25,12 @@ class Place:
     """Which slots of a tile a pass reads and writes, and where its tokens stand.
 
     Args:
-        slots: of the tile, one for each text.
+        slots: of the tile, one for each row. Several rows may be tokens of one text: [N] int64.
         positions: [N, C] int64: of each token in its text.
         blocks: blocks that hold all keys that these tokens see.
     """
 
-    def __init__(self, slots: slice, positions: Tensor, blocks: int):
+    def __init__(self, slots: slice | Tensor, positions: Tensor, blocks: int):
         self.slots, self.positions, self.blocks = slots, positions, blocks
         rows = torch.arange(TILE, device=positions.device)[slots, None].expand(positions.shape)
         self.index = positions // BLOCK, rows, slice(None), positions % BLOCK  # of new keys

@@ -8,7 +8,8 @@ says which kernels keep the bits, and what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,11 +25,11 @@ from holdfast.model.decoder import AttentionContext, Decoder
 from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward
 from holdfast.model.feed_forward import Linear
 from holdfast.model.generate import nucleus, refuse_sampling
-from holdfast.model.lora import add_adapters, set_base
+from holdfast.model.lora import adapters_off, add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
 from holdfast.rollout.decode.source import CompletionSource
 from holdfast.rollout.decode.threads import serial_kernels
-from holdfast.rollout.messages import Completion, CompletionRequest, Finish, Sampling
+from holdfast.rollout.messages import Begun, Completion, CompletionRequest, Finish, Sampling
 
 PREFILL = 32  # tokens of a prompt that are read together
 _VECTOR = 64  # elements that a kernel may compute in another way at a tensor's end
@@ -93,13 +94,10 @@ class PolicyDecoder(CompletionSource):
         for part in self._model.modules():
             if isinstance(part, RoutedFeedForward):
                 part.run_experts = partial(_run_experts, part.config.top_k)
-        capacity = math.ceil(max_length / BLOCK) * BLOCK
-        like = torch.empty(0, dtype=dtype, device=device)
-        self._tiles = [
-            [TileCache(model, capacity, like) for _ in range(model.layers)]
-            for _ in range(math.ceil(slots / TILE))
-        ]
+        self._dtype = dtype
+        self._tiles = [self._new_tile() for _ in range(math.ceil(slots / TILE))]
         self._slots = [_Slot() for _ in range(slots)]
+        self._reading = list[TileCache]()  # keys of a text that is only read; empty: none was
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy a policy's weights into the memory that is there: all parameters, or those of the
@@ -129,9 +127,12 @@ class PolicyDecoder(CompletionSource):
             slot.request = None
 
     @torch.inference_mode()
-    def start(self, request: CompletionRequest, run_seed: int) -> Completion | None:
+    def start(
+        self, request: CompletionRequest, run_seed: int, begun: Begun | None = None
+    ) -> Completion | None:
         """Read the prompt into a free slot and draw the first token. Return the completion if it
-        has ended. Raises UserError for a request that cannot be generated."""
+        has ended. begun: tokens that another decoder drew, from which this one continues. Raises
+        UserError for a request that cannot be generated."""
         self._refuse(request)
         free = [number for number, slot in enumerate(self._slots) if slot.request is None]
         same = [number for number, slot in enumerate(self._slots) if slot.prompt == request.prompt]
@@ -148,7 +149,25 @@ class PolicyDecoder(CompletionSource):
         slot.request, slot.run_seed = request, run_seed
         slot.tokens, slot.logps, slot.position = [], [], len(request.prompt)
         assert slot.first_logits is not None
+        if begun is not None and begun.tokens:
+            slot.tokens, slot.logps = list(begun.tokens), list(begun.logps)
+            slot.next_token, slot.position = slot.tokens[-1], slot.position + len(slot.tokens) - 1
+            self._read_again(number, len(request.prompt), slot.tokens[:-1])
+            return None
         return next(iter(self._draw([slot], slot.first_logits)), None)
+
+    def begun(self) -> list[Begun]:
+        """Return what there is of each completion under way."""
+        return [
+            Begun(slot.request.key, tuple(slot.tokens), tuple(slot.logps))
+            for slot in self._slots
+            if slot.request is not None
+        ]
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of all completions under way."""
+        return sum(len(slot.tokens) for slot in self._slots if slot.request is not None)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -162,6 +181,47 @@ class PolicyDecoder(CompletionSource):
                 logits = self._read_tile(tile, slots)
             ended += self._draw(slots, logits)
         return ended
+
+    @torch.inference_mode()
+    def read(
+        self,
+        request: CompletionRequest,
+        tokens: Sequence[int],
+        *,
+        score: Tensor | None = None,
+        of_base: bool = False,
+    ) -> tuple[float, ...]:
+        """Return the log-probability of each token of a completion, as `Sampling` says. The bits
+        are a function of weights and text, which is read in chunks of a fixed size.
+
+        Args:
+            score: [1, D] of a head: return its value before each token instead.
+            of_base: read without the adapters.
+        """
+        self._refuse(request)
+        self._reading = self._reading or self._new_tile()
+        first, text = len(request.prompt) - 1, [*request.prompt, *tokens]
+        temperature, found = request.sampling.temperature or 1.0, list[Tensor]()
+        with serial_kernels(), adapters_off(self._model) if of_base else nullcontext():
+            for start, hidden in self._chunks(self._reading, 0, text[:-1]):
+                if start + PREFILL <= first:
+                    continue
+                if score is not None:
+                    values = F.linear(self._model.head_input(hidden), score)
+                    found.append(values[:, 0].float().cpu())
+                    continue
+                logps = (self._model.unembed(hidden).float().cpu() / temperature).log_softmax(-1)
+                after = (text[start + 1 : start + 1 + PREFILL] + [0] * PREFILL)[:PREFILL]
+                found.append(logps.gather(1, torch.tensor(after)[:, None])[:, 0])
+        skipped = first % PREFILL
+        read: list[float] = torch.cat(found)[skipped : skipped + len(tokens)].tolist()
+        return tuple(read)
+
+    def _new_tile(self) -> list[TileCache]:
+        capacity = math.ceil(self.max_length / BLOCK) * BLOCK
+        with torch.inference_mode(False):  # `load` zeroes it, outside of that mode
+            like = torch.empty(0, dtype=self._dtype, device=self._device)
+            return [TileCache(self.config, capacity, like) for _ in range(self.config.layers)]
 
     def _refuse(self, request: CompletionRequest) -> None:
         """Raises UserError for a request that does not fit."""
@@ -212,18 +272,39 @@ class PolicyDecoder(CompletionSource):
 
     def _read_prompt(self, number: int, prompt: Sequence[int]) -> Tensor:
         """Read a prompt in chunks of a fixed size -> logits after it: [1, V] on the CPU"""
-        caches, row = self._tiles[number // TILE], number % TILE
         hidden = torch.empty(0)
-        for start in range(0, len(prompt), PREFILL):
-            chunk = list(prompt[start : start + PREFILL])
+        for _, chunk in self._chunks(self._tiles[number // TILE], number % TILE, prompt):
+            hidden = chunk
+        last = hidden[(len(prompt) - 1) % PREFILL]
+        # A fixed number of equal rows: the product of one row has other bits on other devices.
+        return self._model.unembed(last.expand(self._rows, -1))[:1].float().cpu()
+
+    def _read_again(self, number: int, start: int, tokens: Sequence[int]) -> None:
+        """Read tokens of a completion, the first one at place `start`, as `step` has read them: in
+        products of the same shape, whose rows are tokens of one text instead of one of each."""
+        caches, rest = self._tiles[number // TILE], [0] * (self._rows - TILE)
+        slots = torch.full((TILE,), number % TILE, device=self._device)
+        with serial_kernels():
+            for first in range(0, len(tokens), TILE):
+                # The last token fills the rest of a tile: it writes the same keys again.
+                at = [min(first + row, len(tokens) - 1) for row in range(TILE)]
+                read = torch.tensor([tokens[one] for one in at] + rest, device=self._device)
+                positions = torch.tensor(at, device=self._device)[:, None] + start
+                place = Place(slots, positions, (start + at[-1]) // BLOCK + 1)
+                self._hidden(caches, read[:, None], place)
+
+    def _chunks(
+        self, caches: Sequence[TileCache], row: int, text: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first place of each chunk of a text, and what the head reads of it:
+        [PREFILL, D]"""
+        for start in range(0, len(text), PREFILL):
+            chunk = list(text[start : start + PREFILL])
             chunk += [0] * (PREFILL - len(chunk))
             tokens = torch.tensor([chunk], device=self._device)
             at = torch.arange(start, start + PREFILL, device=self._device)[None]
             blocks = math.ceil((start + PREFILL) / BLOCK)
-            hidden = self._hidden(caches, tokens, Place(slice(row, row + 1), at, blocks))
-        last = hidden[0, (len(prompt) - 1) % PREFILL]
-        # A fixed number of equal rows: the product of one row has other bits on other devices.
-        return self._model.unembed(last.expand(self._rows, -1))[:1].float().cpu()
+            yield start, self._hidden(caches, tokens, Place(slice(row, row + 1), at, blocks))[0]
 
     def _read_tile(self, caches: Sequence[TileCache], slots: Sequence[_Slot]) -> Tensor:
         """Read the next token of each slot of a tile -> logits [TILE, V] on the CPU. Free slots
@@ -258,7 +339,7 @@ class PolicyDecoder(CompletionSource):
         """Forget what older weights have read. A key that is not finite would spread."""
         for slot in self._slots:
             slot.prompt, slot.first_logits = (), None
-        for cache in (cache for tile in self._tiles for cache in tile):
+        for cache in (cache for tile in (*self._tiles, self._reading) for cache in tile):
             cache.key.zero_()
             cache.value.zero_()
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
-from holdfast.config.sections.rewards import RewardConfig
+from holdfast.config.sections.rewards import RewardConfig, numbered_labels
 from holdfast.data.read.files import canonical_json
 from holdfast.errors import RewardError
 from holdfast.rollout.prompts import Prompt
@@ -68,12 +68,8 @@ class Rewards:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A name of each entry for metrics; a repeated one gets a number."""
-        names = [entry.label for entry in self.entries]
-        return tuple(
-            name if names.count(name) == 1 else f"{name}_{names[:place].count(name) + 1}"
-            for place, name in enumerate(names)
-        )
+        """A name of each entry for metrics."""
+        return numbered_labels(self.entries)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Rate a probe, which is a prompt's own answer, before a run begins. Raises RewardError

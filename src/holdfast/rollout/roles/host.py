@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import mmap
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,6 +65,15 @@ class _Child:
     failures: int = 0  # in a row
     retry_at: float = 0.0
     is_refused: bool = False
+    loss: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 8))
+    """Shared with the process: tokens that its death would lose, int64"""
+
+    def count_loss(self, tokens: int) -> None:
+        self.loss[:] = tokens.to_bytes(8, "little")
+
+    @property
+    def lost_tokens(self) -> int:
+        return int.from_bytes(self.loss[:], "little")
 
 
 class RoleHost:
@@ -72,7 +82,9 @@ class RoleHost:
     def __init__(self, spec: HostSpec, lifeline_fd: int) -> None:
         self._spec, self._lifeline = spec, lifeline_fd
         self._secret = Secret.from_hex(spec.secret)
-        self._texts = Texts.open(RunConfig.model_validate(spec.config))  # read once for all
+        config = RunConfig.model_validate(spec.config)
+        self._texts = Texts.open(config)  # read once for all
+        self._has_server = bool(config.rollout.server.url)
         self._find_agent = agent_finder(spec)
         self._next_look_at, self._led_at = 0.0, time.monotonic()
         self._client = QueueClient(self._find_agent, self._secret)
@@ -116,7 +128,8 @@ class RoleHost:
             os.killpg(child.pid, signal.SIGKILL)  # what it left behind
         code = os.waitstatus_to_exitcode(status)
         logger.info("%s (process %d) exited with %d", child.name, child.pid, code)
-        self._client.lose(RoleLost(child.name, self._spec.node, code))
+        tokens = child.lost_tokens if child.role == "actor" and not self._has_server else None
+        self._client.lose(RoleLost(child.name, self._spec.node, code, tokens))
         child.pid, child.is_refused = 0, code == _REFUSED
         if now - child.started_at > STABLE_S:
             child.failures = 0
@@ -125,6 +138,7 @@ class RoleHost:
 
     def _fork(self, child: _Child, now: float) -> None:
         child.started_at = now
+        child.count_loss(0)
         child.name = f"{self._spec.node} {child.role} {child.number} {os.urandom(4).hex()}"
         child.pid = os.fork()
         if child.pid == 0:
@@ -176,6 +190,7 @@ def serve(spec: HostSpec, secret: Secret, texts: Texts, child: _Child) -> NoRetu
             device=torch.device(spec.devices[child.number % len(spec.devices)]),
             folder=Path(spec.policies) if spec.policies else None,
             slots=config.rollout.slots,
+            count_loss=child.count_loss,
         )
     while True:
         work.turn(WORK_WAIT_S)

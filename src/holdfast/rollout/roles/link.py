@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.core.data.advantages import row_values
 from holdfast.events import Event, RoleMissing
+from holdfast.rollout.messages import ScoredCompletion
 from holdfast.rollout.roles.batches import RolloutBatches
 from holdfast.rollout.roles.client import QueueClient
 from holdfast.rollout.roles.feed import CompletionFeed, FeedLink, StandIn
 from holdfast.rollout.roles.policies import Publisher, policy_tag
+from holdfast.rollout.roles.teacher import Teacher
 from holdfast.rollout.roles.texts import Texts
 from holdfast.rollout.roles.work import Actor, Scorer
 from holdfast.training.engine.engine import StepEngine
+from holdfast.training.objectives.policy import moments_of_advantages
 from holdfast.wire.secret import Secret
 
 
@@ -31,6 +37,33 @@ class TrainerPlace:
     folder: Path  # of its node's policies
     device: torch.device
     emit: Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class ObjectiveRows:
+    """The `RowValues` of an objective."""
+
+    objective: ObjectiveConfig
+
+    def of_group(
+        self, rewards: NDArray[np.float64], kl: NDArray[np.float64], of_step: NDArray[np.float64]
+    ) -> dict[str, NDArray[np.float64]]:
+        return row_values(self.objective, rewards, kl, of_step)
+
+    def of_step(
+        self, rows: Sequence[ScoredCompletion], rewards: Sequence[float]
+    ) -> dict[str, float]:
+        if self.objective.kind != "ppo":
+            return {}
+        counts = [len(row.completion.tokens) for row in rows]
+        numbers = [{"old": r.completion.logps, **r.completion.side} for r in rows]
+        shape = len(rows), max(counts)
+        side = {name: np.zeros(shape) for name in numbers[0]}
+        for at, (row, count) in enumerate(zip(numbers, counts, strict=True)):
+            for name, values in row.items():
+                side[name][at, :count] = values
+        side["score"] = np.broadcast_to(np.asarray(rewards)[:, None], shape).copy()
+        return moments_of_advantages(self.objective, side, counts)
 
 
 def connect_roles(
@@ -79,5 +112,7 @@ def connect_roles(
     )
     feed = CompletionFeed(config.rollout, link)
     batches.emit = place.emit
-    batches.attach(feed, texts, engine.plan.share, partial(row_values, config.objective))
+    if config.objective.kind == "distill" and batches.teacher is None:
+        batches.teacher = Teacher.open(config, place.device)
+    batches.attach(feed, texts, engine.plan.share, ObjectiveRows(config.objective))
     return feed

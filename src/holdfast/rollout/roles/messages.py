@@ -6,7 +6,8 @@ they made. The queue lives in the coordinator's agent. Another agent answers whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from holdfast.core.json_parsing import JsonMessage, JsonRow, Key
@@ -49,15 +50,29 @@ class Made(JsonRow):
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     finish: str
+    side: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What the objective needs of each token, by side tensor: reference, old_values"""
 
     @property
     def completion(self) -> Completion:
         finish: Finish = "stop" if self.finish == "stop" else "length"
-        return Completion(self.wanted.key, self.tokens, self.logps, finish)
+        return Completion(self.wanted.key, self.tokens, self.logps, finish, self.side)
 
     @staticmethod
-    def of(wanted: Wanted, completion: Completion) -> Made:
-        return Made(wanted, completion.tokens, completion.logps, completion.finish)
+    def of(
+        wanted: Wanted, completion: Completion, side: Mapping[str, tuple[float, ...]] | None = None
+    ) -> Made:
+        made = completion.tokens, completion.logps, completion.finish
+        return Made(wanted, *made, dict(side or {}))
+
+
+@dataclass(frozen=True)
+class Part(JsonRow):
+    """The first tokens of a `Wanted`, from which any actor can continue."""
+
+    wanted: Wanted
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class TrainerReply(JsonMessage):
 class RoleReport(JsonMessage):
     """A sign of life of an actor or a scorer: what it has done, and what it could do."""
 
-    absent_if_default = frozenset({"made", "scored", "failure", "stands_in"})
+    absent_if_default = frozenset({"made", "scored", "failure", "stands_in", "begun"})
     role: str  # `Role`
     name: str
     queue: str  # the queue that it knows; another one has lost what was handed in
@@ -123,18 +138,20 @@ class RoleReport(JsonMessage):
     failure: str = ""  # why a completion cannot be rated
     wait: float = 0.0  # seconds until an answer without news
     stands_in: bool = False  # a trainer does the work of a role that is missing
+    begun: tuple[Part, ...] = ()  # of leases: another actor continues from them
 
 
 @dataclass(frozen=True)
 class RoleOrders(JsonMessage):
     """Leases for an actor or a scorer."""
 
-    absent_if_default = frozenset({"moved"})
+    absent_if_default = frozenset({"moved", "begun"})
     queue: str = ""
     step: int = 0  # results of older steps are needed no more
     wanted: tuple[Wanted, ...] = ()  # to generate
     made: tuple[Made, ...] = ()  # to rate
     policies: tuple[PolicyPart, ...] = ()  # where the policies of `wanted` lie
+    begun: tuple[Part, ...] = ()  # of `wanted`: what an actor had that was lost
     moved: str = ""  # as in `TrainerReply`
 
 
@@ -142,9 +159,12 @@ class RoleOrders(JsonMessage):
 class RoleLost(JsonMessage):
     """An actor or a scorer has exited, says the process that started it."""
 
+    absent_if_default = frozenset({"tokens"})
+
     name: str
     node: str
     exit_code: int  # below 0: the signal that killed it
+    tokens: int | None = None  # that it drew and had not handed in; None: not known
 
 
 @dataclass(frozen=True)

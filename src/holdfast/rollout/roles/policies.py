@@ -12,9 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -37,8 +41,17 @@ _BOXES = "boxes"
 def policy_tag(config: RunConfig, policy: int, skips: Skips) -> str:
     """Return a name of the policy's content: what the run file and skipped data make of the weights
     after that step."""
+    return _tag(_sections(config), policy, skips)
+
+
+def _sections(config: RunConfig) -> dict[str, Any]:
+    """What the run file says of a policy's content."""
     sections = config.model_dump(mode="json", include={"seed", "model", "lora", "data", "rollout"})
     sections["train"] = config.train.model_dump(mode="json", exclude={"steps", "evaluate"})
+    return sections
+
+
+def _tag(sections: dict[str, Any], policy: int, skips: Skips) -> str:
     left_out = [each for each in skips.to_json() if each["step"] <= policy]
     text = json.dumps([sections, left_out, policy], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -55,11 +68,15 @@ def publishing_ranks(topology: Topology, rank: int) -> tuple[int, ...]:
 
 
 class Publisher:
-    """Writes the policies of one rank into the folder. Belongs to the training thread."""
+    """Writes the policies of one rank into the folder. Belongs to the training thread, which copies
+    weights. A thread of its own writes them while the next step is computed."""
 
     def __init__(self, folder: Path, config: RunConfig, agent: str) -> None:
         self._folder, self._config, self._agent = folder, config, agent
+        self._sections = _sections(config)
         self._published: dict[int, PolicyPart] = {}
+        self._pool = ThreadPoolExecutor(1, "publish")
+        self._writing: Future[None] | None = None
 
     @property
     def parts(self) -> tuple[PolicyPart, ...]:
@@ -67,46 +84,71 @@ class Publisher:
         return tuple(dict(self._published).values())
 
     def publish_all(self, engine: StepEngine, skips: Skips, step: int) -> None:
-        """Publish every policy that completions may still be asked of, at a generation's start.
-        step: the state is that after it."""
+        """Publish every policy that completions may still be asked of, at a generation's start, and
+        wait until they are written. step: the state is that after it."""
         self._published = {}
         for age in range(self._config.rollout.lag, -1, -1):
             if step - age >= 0:
                 self._publish(engine, skips, step - age, age)
+        self.flush()
 
     def publish_newest(self, engine: StepEngine, skips: Skips, step: int) -> None:
         """Publish the policy after a step that was just applied, and remove the one that is not
-        needed now."""
+        needed now. Raises OutOfSpaceError if the one before could not be written."""
         self._publish(engine, skips, step, 0)
-        for policy in [p for p in self._published if p < step - self._config.rollout.lag]:
-            part = self._published.pop(policy)
-            path = part_path(self._folder, part)
-            path.unlink(missing_ok=True)
-            with suppress(OSError):  # another rank's part is there
-                path.parent.rmdir()
+
+    def flush(self) -> None:
+        """Wait until all is written. Raises OutOfSpaceError."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def _publish(self, engine: StepEngine, skips: Skips, policy: int, age: int) -> None:
         topology, rank = engine.groups.topology, engine.groups.rank
         ranks = publishing_ranks(topology, rank)
         if rank not in ranks:
             return
-        tag = policy_tag(self._config, policy, skips)
+        tag = _tag(self._sections, policy, skips)
         part = PolicyPart(policy, tag, ranks.index(rank), len(ranks), self._agent)
-        path = part_path(self._folder, part)
-        if not path.exists():
+        self.flush()
+        content: _Content | None = None
+        if not part_path(self._folder, part).exists():
             dtype = Precision.of(self._config.train.precision).compute
-            _write(path, engine.lagged.of_age(age, ""), dtype)
-        self._published[policy] = part
+            content = _copy(engine.lagged.of_age(age, ""), dtype)
+        self._writing = self._pool.submit(self._write, part, content)
+
+    def _write(self, part: PolicyPart, content: _Content | None) -> None:
+        if content is not None:
+            _write(part_path(self._folder, part), content)
+        self._published[part.policy] = part
+        oldest = part.policy - self._config.rollout.lag
+        for policy in [p for p in self._published if p < oldest]:
+            path = part_path(self._folder, self._published.pop(policy))
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another rank's part is there
+                path.parent.rmdir()
 
 
-def _write(path: Path, tensors: Sequence[LocalTensor], dtype: torch.dtype) -> None:
-    held = [local for local in tensors if local.tensor.numel()]
-    boxes = {local.name: [list(local.offsets), list(local.global_shape)] for local in held}
+@dataclass(frozen=True)
+class _Content:
+    """What a rank holds of a policy."""
+
+    tensors: dict[str, Tensor]  # copies on the CPU
+    boxes: dict[str, list[list[int]]]  # offsets, and the shape of the complete tensor
+
+
+def _copy(tensors: Sequence[LocalTensor], dtype: torch.dtype) -> _Content:
+    full = [local for local in tensors if local.tensor.numel()]
+    boxes = {local.name: [list(local.offsets), list(local.global_shape)] for local in full}
+    copies = {t.name: t.tensor.detach().to("cpu", dtype, copy=True).contiguous() for t in full}
+    return _Content(copies, boxes)
+
+
+def _write(path: Path, content: _Content) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        content = {t.name: t.tensor.detach().to("cpu", dtype).contiguous() for t in held}
-        save_file(content, temporary, {_BOXES: json.dumps(boxes)})
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_native_id()}.tmp")
+        save_file(content.tensors, temporary, {_BOXES: json.dumps(content.boxes)})
         temporary.replace(path)
     except OSError as error:
         raise OutOfSpaceError(

@@ -19,6 +19,7 @@ from holdfast.rollout.roles.messages import (
     LEASE_S,
     Done,
     Made,
+    Part,
     PolicyPart,
     RoleLost,
     RoleOrders,
@@ -40,6 +41,7 @@ class _Entry:
     wanted: Wanted
     number: int  # in the order of asking
     actor: str = ""  # that has the lease to generate it
+    begun: Part | None = None  # the longest beginning that an actor has handed in
     made: Made | None = None
     scorer: str = ""
     scored: Scored | None = None
@@ -137,9 +139,15 @@ class RolloutQueue:
                 continue
             entry.actor = ""
             if entry.made is None:
-                entry.made = made
+                entry.made, entry.begun = made, None
             elif entry.made != made:
                 self._say_differing(made.wanted)
+        for begun in report.begun:
+            entry = self._entry_for(begun.wanted)
+            if entry is None or entry.made is not None:
+                continue
+            if entry.begun is None or len(entry.begun.tokens) < len(begun.tokens):
+                entry.begun = begun
         for scored in report.scored:
             entry = self._entry_for(scored.made.wanted)
             if entry is None:
@@ -223,7 +231,8 @@ class RolloutQueue:
         tags = {entry.wanted.tag for entry in entries}
         places = tuple(part for tag in sorted(tags) for part in self._policies[tag].values())
         wanted = tuple(entry.wanted for entry in entries)
-        return RoleOrders(self.name, self._oldest, wanted, policies=places)
+        begun = tuple(entry.begun for entry in entries if entry.begun is not None)
+        return RoleOrders(self.name, self._oldest, wanted, policies=places, begun=begun)
 
     def _ready(self, wanted: Iterable[Wanted]) -> list[Scored]:
         entries = (self._entries.get(one) for one in wanted)

@@ -46,7 +46,7 @@ def _located(config: RunConfig) -> tuple[list[PromptsConfig], list[RewardConfig]
 def open_prompts(config: RunConfig) -> Prompts:
     """Read all prompts. Raises DataError."""
     prompts, _, data = _located(config)
-    return read_prompts(prompts, data)
+    return read_prompts(prompts, data, config.rollout.source_column)
 
 
 def open_rewards(config: RunConfig) -> Rewards:

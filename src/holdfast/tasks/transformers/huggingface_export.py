@@ -80,6 +80,11 @@ class OpenCausalLM:
     def __call__(self, capacity: int) -> CausalLMSession:
         return CausalLMSession(self._model, capacity)
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S] -> logits after each of them: [B, S, V]"""
+        found: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        return found
+
 
 def open_causal_lm(
     config: TaskConfig, names: tuple[str, ...], read: Callable[[str], Tensor]

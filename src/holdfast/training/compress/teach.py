@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from holdfast.core.devices import device_kind
 from holdfast.data.stream.batch import Batches, Microbatch
@@ -46,23 +47,31 @@ def _piece(
     for start in range(piece.start, piece.stop, _SAMPLES):
         stop = min(start + _SAMPLES, piece.stop)
         read = batches.samples_of(ReferencePiece(piece.split, piece.source, start, stop))
-        ids, logps = _likeliest(decoder, read, temperature, count)
+        ids, logps = _of_samples(decoder, read, temperature, count)
         rows = out[start - piece.start : stop - piece.start]
         rows[TEACHER_IDS], rows[TEACHER_LOGPS] = ids, logps
     return out
 
 
 @torch.no_grad()
-def _likeliest(
+def _of_samples(
     decoder: Decoder, read: Microbatch, temperature: float, count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """[B, S, K] each"""
     where = decoder.head_weight.device
     documents = None if read.documents is None else torch.from_numpy(read.documents).to(where)
     hidden = decoder.hidden(torch.from_numpy(read.inputs).to(where), documents)
-    parts = []
-    for row in hidden:  # one sample's logits at a time
-        logps = (decoder.unembed(row).float() / temperature).log_softmax(-1)
-        parts.append(logps.topk(count, dim=-1))
-    ids = torch.stack([part.indices for part in parts]).int().cpu().numpy()
-    return ids, torch.stack([part.values for part in parts]).cpu().numpy()
+    parts = [
+        likeliest(decoder, row, temperature, count) for row in hidden
+    ]  # one's logits at a time
+    return np.stack([ids for ids, _ in parts]), np.stack([logps for _, logps in parts])
+
+
+def likeliest(
+    decoder: Decoder, hidden: Tensor, temperature: float, count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the likeliest tokens after each place, and their log-probabilities.
+    [n, D] -> [n, K] each"""
+    logps = (decoder.unembed(hidden).float() / temperature).log_softmax(-1)
+    values, ids = logps.topk(count, dim=-1)
+    return ids.int().cpu().numpy(), values.cpu().numpy()

@@ -119,7 +119,7 @@ class NextTokenObjective(nn.Module):
         if self.gives_log_probabilities:
             return self._log_probabilities(hidden, targets)[0]
         if isinstance(self.loss, Distill):
-            return self._loss_of_logits(self.loss, hidden, targets, side)
+            return self._loss_of_logits(self.loss, hidden, targets, documents, side)
         if self.loss is not None:
             return self._loss_of(self.loss, hidden, targets, documents, side)
         ids, scale = targets.flatten(), None
@@ -180,9 +180,11 @@ class NextTokenObjective(nn.Module):
             hidden = hidden if self.temperature == 1.0 else hidden / self.temperature
             logps, *more = self._log_probabilities(hidden, targets, objective.needs_entropy)
             given |= dict(zip(("entropies",), more, strict=False))
+        leaves = [logps] * has_words
+        if has_words and objective.trains_entropy:
+            leaves.append(given["entropies"])
         missing = objective.needs - given.keys()
         given |= {name: torch.zeros_like(logps) for name in missing}  # if it is skipped
-        leaves = [logps] * has_words
         if values is not None:
             given["values"] = values.detach()
             leaves.append(given["values"])
@@ -198,15 +200,60 @@ class NextTokenObjective(nn.Module):
             return said
         slopes = list(torch.autograd.grad(found.total, leaves, materialize_grads=True))
         carrier = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        if has_words:
+        if has_words and objective.trains_entropy:
+            counts = -slopes.pop(0).flatten(), slopes.pop(0).flatten()
+            carrier = self._with_entropy(hidden, targets.flatten(), *counts)
+        elif has_words:
             carrier = self._cross_entropy(hidden, targets.flatten(), -slopes.pop(0).flatten())
         if values is not None:
             carrier = carrier + (values * slopes.pop()).sum(dtype=torch.float64)
         out: Tensor = _Reported.apply(carrier, said)  # type: ignore[no-untyped-call]
         return out
 
+    def _with_entropy(
+        self, hidden: Tensor, ids: Tensor, scale: Tensor, of_entropy: Tensor
+    ) -> Tensor:
+        """Return a scalar with the gradient of the cross entropy and of the entropy of each
+        target's distribution. hidden: [B, S, D]; ids, and what each of the two counts: [B * S]"""
+        part = None if self.tensor is None else self.tensor.softmax
+        of_losses = self._loss_and_gradient if part is None else part.losses_and_gradient
+        of_entropies = _entropy_gradient if part is None else part.entropy_gradient
+
+        def slope(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            bonus = of_entropies(logits) * of_entropy[at, None]  # before `logits` may be reused
+            losses, g = of_losses(logits, ids[at])
+            return losses, (bonus + g * scale[at, None]).to(logits.dtype)
+
+        def losses(logits: Tensor, at: Tensor) -> Tensor:
+            raise NotImplementedError("a loss without a gradient has no second pass")
+
+        return self._carry(hidden, losses, slope)
+
+    def _carry(self, hidden: Tensor, losses: Losses, slope: LossAndGradient) -> Tensor:
+        """Return the sum of losses, float64, whose gradient is found with them. The functions get
+        logits [c, V] and the places [c] of their targets in the microbatch."""
+        model, tensor, weight = self.decoder.config, self.tensor, self.decoder.head_weight
+        cap, kind = model.logit_softcap, device_kind(hidden.device.type)
+        head = _Head(
+            needs_gradients=torch.is_grad_enabled() and hidden.requires_grad,
+            trains_weight=weight.requires_grad,
+            rows=model.vocab_size if tensor is None else tensor.softmax.part.rows,
+            chunk=kind.chunk_tokens(model.vocab_size, self._chunk),
+            losses=_softcapped_losses(losses, cap) if cap else losses,
+            slope=_softcapped_slope(slope, cap) if cap else slope,
+        )
+        flat = hidden.flatten(0, 1)
+        places = torch.arange(len(flat), device=flat.device)
+        total: Tensor = _LinearCrossEntropy.apply(flat, weight, places, None, head)  # type: ignore[no-untyped-call]
+        return total
+
     def _loss_of_logits(
-        self, objective: Distill, hidden: Tensor, targets: Tensor, side: Side
+        self,
+        objective: Distill,
+        hidden: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        side: Side,
     ) -> Tensor:
         """The same of an objective that reads logits. It has one pass of the head: the gradient
         with respect to a chunk's logits is found with its losses."""
@@ -215,7 +262,7 @@ class NextTokenObjective(nn.Module):
         ids, logps = (
             side[n].flatten(0, 1) if n in side else empty for n in (TEACHER_IDS, TEACHER_LOGPS)
         )
-        totals = {name: torch.zeros_like(flat[:1], dtype=torch.float64) for name in objective.names}
+        totals = {name: torch.zeros_like(flat[:1], dtype=torch.float64) for name in objective.parts}
 
         def losses(logits: Tensor, at: Tensor) -> Tensor:
             found = objective.of_logits(logits.to(wide), flat[at], ids[at], logps[at])
@@ -230,22 +277,14 @@ class NextTokenObjective(nn.Module):
                 (gradient,) = torch.autograd.grad(found.sum(), leaf)
             return found.detach(), gradient
 
-        model, wide = self.decoder.config, _wide_dtype(hidden.dtype)
-        cap = model.logit_softcap
-        head = _Head(
-            needs_gradients=torch.is_grad_enabled() and hidden.requires_grad,
-            trains_weight=self.decoder.head_weight.requires_grad,
-            rows=model.vocab_size,
-            chunk=device_kind(hidden.device.type).chunk_tokens(model.vocab_size, self._chunk),
-            losses=_softcapped_losses(losses, cap) if cap else losses,
-            slope=_softcapped_slope(slope, cap) if cap else slope,
-        )
-        places = torch.arange(len(flat), device=flat.device)
-        rows = hidden.flatten(0, 1), self.decoder.head_weight, places
-        total: Tensor = _LinearCrossEntropy.apply(*rows, None, head)  # type: ignore[no-untyped-call]
+        wide = _wide_dtype(hidden.dtype)
+        total = self._carry(hidden, losses, slope)
         count = (flat != IGNORED_TARGET).sum(dtype=torch.float64)
-        words = [word for name in objective.names for word in (totals[name][0], count)]
-        said = torch.stack([total.detach(), *words])
+        nothing = torch.zeros_like(count), torch.zeros_like(count)
+        sums = dict.fromkeys(objective.names, nothing)
+        sums |= {name: (summed[0], count) for name, summed in totals.items()}
+        sums |= objective.of_rows(targets, documents, side)
+        said = torch.stack([total.detach(), *(word for pair in sums.values() for word in pair)])
         out: Tensor = _Reported.apply(total, said)  # type: ignore[no-untyped-call]
         return out
 
@@ -502,6 +541,14 @@ def _entropies(logits: Tensor) -> Tensor:
     """logits: [c, V] -> [c], in nats"""
     log_p = _log_softmax(logits)
     return -log_p.exp().mul_(log_p).sum(-1)
+
+
+def _entropy_gradient(logits: Tensor) -> Tensor:
+    """d entropy / d logits.  [c, V] -> [c, V], in at least float32"""
+    log_p = _log_softmax(logits)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1, keepdim=True)
+    return p.mul_(log_p.add_(entropy)).neg_()
 
 
 def target_losses(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class _KeptLogps:
     names: tuple[str, ...] = ()
     needs: Set[str] = frozenset()
     needs_entropy: bool = False
+    trains_entropy: bool = False
 
     def __call__(self, logps: Tensor, targets: Tensor, documents: Tensor, side: Side) -> Loss:
         self.kept.append(logps.detach().float().cpu().numpy())

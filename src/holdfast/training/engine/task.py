@@ -184,7 +184,7 @@ class DecoderTask:
                 config.train.compile,
                 config.data.chat.weights,
                 config.train.loss_chunk,
-                make_objective(config.objective, _combiner(groups)),
+                make_objective(config.objective, _combiner(groups), config.rollout),
             )
         decoder = objective.decoder
         if config.rollout.is_on:  # at 0 a completion's log-probabilities are those at 1

@@ -21,9 +21,10 @@ from torch import Tensor
 from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.data.stream.reference import TEACHER_IDS as IDS
 from holdfast.data.stream.reference import TEACHER_LOGPS as LOGPS
+from holdfast.training.objectives.policy import OF_ROWS, REPORTED, row_means
 from holdfast.training.objectives.preference import identity
 from holdfast.training.objectives.protocol import Combine, Loss, Side
-from holdfast.training.objectives.rows import IGNORED_TARGET
+from holdfast.training.objectives.rows import IGNORED_TARGET, Rows
 
 _LEAST = 1e-30  # probability of the other tokens, if rounding leaves none
 
@@ -33,16 +34,18 @@ class TokenLosses:
     """The losses of some targets [c]; 0 for a target of -100."""
 
     total: Tensor  # with a gradient
-    parts: Mapping[str, Tensor]  # by the names of the objective
+    parts: Mapping[str, Tensor]  # by `Distill.parts`
 
 
 class Distill:
     """alpha * cross entropy + (1 - alpha) * divergence from the teacher. config: the section
     `objective`."""
 
-    names: tuple[str, ...] = ("cross_entropy", "divergence")
+    parts: tuple[str, ...] = ("cross_entropy", "divergence")  # a value of each target
+    names: tuple[str, ...] = (*parts, *OF_ROWS)
     needs: Set[str] = frozenset({IDS, LOGPS})
     needs_entropy = False
+    trains_entropy = False
 
     def __init__(self, config: ObjectiveConfig, combine: Combine = identity) -> None:
         self._alpha, self._beta = config.number("alpha"), config.number("beta")
@@ -75,6 +78,14 @@ class Distill:
         }
         mixed = self._alpha * parts["cross_entropy"] + (1 - self._alpha) * parts["divergence"]
         return TokenLosses(mixed, parts)
+
+    def of_rows(
+        self, targets: Tensor, documents: Tensor | None, side: Side
+    ) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return sums and counts of what is known of completions; nothing of a dataset's rows."""
+        if documents is None or not side.keys() & set(REPORTED):
+            return {}
+        return row_means(Rows.of(targets, documents), side)
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Log-probabilities [c, n] -> [c]"""

@@ -45,6 +45,7 @@ class PairLoss(ABC):
     names: tuple[str, ...] = (*_REWARDS, *_LOGPS)
     needs: Set[str] = frozenset()
     needs_entropy = False
+    trains_entropy = False
 
     def __init__(self, config: ObjectiveConfig, combine: Combine = identity) -> None:
         self._config = config
@@ -226,6 +227,7 @@ class Kto:
     names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", *_LOGPS, "kl")
     needs: Set[str] = frozenset({"reference", "label"})
     needs_entropy = False
+    trains_entropy = False
 
     def __init__(self, config: ObjectiveConfig, combine: Combine = identity) -> None:
         self._config, self._combine = config, combine

@@ -33,6 +33,7 @@ class Objective(Protocol):
     names: tuple[str, ...]  # of its sums, in the order of the account
     needs: Set[str]  # side tensors of a microbatch
     needs_entropy: bool  # the engine adds `entropies`
+    trains_entropy: bool  # the loss has a gradient with respect to them
 
     def __call__(self, logps: Tensor, targets: Tensor, documents: Tensor, side: Side) -> Loss:
         """logps, targets, documents: [B, S] -> the loss of a microbatch"""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.errors import ConfigError
 from holdfast.training.objectives.distill import Distill
-from holdfast.training.objectives.policy import Grpo, Ppo, Rloo
+from holdfast.training.objectives.policy import Grpo, PolicyLoss, Ppo, Rloo
 from holdfast.training.objectives.preference import Dpo, Ipo, Kto, Orpo, Reward, Simpo, identity
 from holdfast.training.objectives.protocol import Combine, Objective
 
@@ -28,9 +29,9 @@ OBJECTIVES: Mapping[str, MakeObjective] = {
 }
 
 
-def sum_names(config: ObjectiveConfig) -> tuple[str, ...]:
+def sum_names(config: ObjectiveConfig, rollout: RolloutConfig) -> tuple[str, ...]:
     """Return the names of what the run's objective adds up next to the loss."""
-    objective = make_objective(config)
+    objective = make_objective(config, rollout=rollout)
     return () if objective is None else objective.names
 
 
@@ -47,9 +48,16 @@ def means_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     return {name: mean for name, mean in means.items() if isfinite(mean)}
 
 
-def make_objective(config: ObjectiveConfig, combine: Combine = identity) -> Objective | None:
-    """Return the run's objective; None: the next token. combine: adds up over the ranks that share
-    a microbatch's samples. Raises ConfigError for a kind that does not exist yet."""
+def make_objective(
+    config: ObjectiveConfig, combine: Combine = identity, rollout: RolloutConfig | None = None
+) -> Objective | None:
+    """Return the run's objective; None: the next token. Raises ConfigError for a kind that does not
+    exist yet.
+
+    Args:
+        combine: adds up over the ranks that share a microbatch's samples.
+        rollout: the section of that name, whose rewards and sources are reported.
+    """
     if config.is_next_token:
         return None
     make = OBJECTIVES.get(config.kind)
@@ -59,4 +67,7 @@ def make_objective(config: ObjectiveConfig, combine: Combine = identity) -> Obje
             where="objective.kind",
             remedy=f"use one of {', '.join(OBJECTIVES)}",
         )
-    return make(config, combine)
+    objective = make(config, combine)
+    if rollout is not None and isinstance(objective, PolicyLoss):
+        objective.report(rollout.reward_names, rollout.sources)
+    return objective

@@ -196,7 +196,7 @@ class GenerationEntry:
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
         before, came_from = self.old_topology, self.came_from
-        sums = 2 * len(sum_names(self.config.objective))
+        sums = 2 * len(sum_names(self.config.objective, self.config.rollout))
         found = agree(control, statement, self.topology, before, came_from, most, sums)
         self.timer.lap("agree")
         if len(found.kept_replicas) < len(self.topology.replicas):

@@ -1,0 +1,134 @@
+"""Versions, the gate and its statistics, and two writers of one index."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.evaluation.results import TaskResult
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import FolderStore
+from holdfast_platform.registry.gate import bootstrap
+from holdfast_platform.registry.registry import State, StoreRegistry
+from tests.support import s3
+from tests.support.commands import WORDS, Outcome, here, within, write_run_file
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints that get better, and texts like those that it learns."""
+    root = tmp_path_factory.mktemp("registry") / "t"
+    words = ("train.steps=48", "layout.workers=1", "checkpoint.every_steps=4")
+    within(
+        "train",
+        write_run_file(root),
+        *words,
+        "checkpoint.keep_last=99",
+        "train.optimizer.learning_rate=0.01",
+    ).succeeds()
+    draw = random.Random(3)
+    rows = [{"text": " ".join(draw.choices(WORDS, k=12))} for _ in range(40)]
+    (root / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root / "run"
+
+
+def test_a_gate_refuses_a_worse_version_and_takes_a_better_one(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, gate = tmp_path / "models", tmp_path / "gate.yaml"
+    gate.write_text(f"tasks: [{{path: {run.parent}/texts.jsonl}}]\n")
+
+    def call(*words: str | Path) -> Outcome:
+        return here(capsys, "registry", *words)
+
+    for number, step in enumerate((24, 8, 48), 1):
+        said = json.loads(call("add", kept, run, "--step", str(step), "--json").succeeds().out)
+        assert said == {"version": number}
+    call("promote", kept, "1", "--gate", gate).succeeds()
+    call("promote", kept, "2", "--gate", gate).refuses_last("version 2 is not", "at 95%", code=3)
+    strict = tmp_path / "strict.yaml"
+    strict.write_text(f"tasks: [{{path: {run.parent}/texts.jsonl, require: better}}]\n")
+    call("promote", kept, "1", "--gate", strict).succeeds()  # compared with nothing but itself
+    call("rollback", kept).succeeds()
+    entry = json.loads(call("promote", kept, "3", "--gate", strict, "--json").succeeds().out)
+    assert (entry["replaces"], entry["gate"]["tasks"][0]["low"] > 0) == (1, True)
+    call("rollback", kept).succeeds()
+    listed = json.loads(call("list", kept, "--json").succeeds().out)
+    assert [row["is_promoted"] for row in listed] == [True, False, False]
+    call("rollback", kept).refuses("no version was promoted before")
+
+    call("fetch", kept, "promoted", "--to", tmp_path / "model").succeeds()
+    within("export", run, "--step", "24", "--to", tmp_path / "export").succeeds()
+    for path in (tmp_path / "export").iterdir():
+        assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("rules", "code", "said"),
+    [
+        ("ceiling: 0.5", 3, "and ceiling is 0.5"),
+        ("floor: 0.5", 2, "for which the limit is a ceiling"),
+        ("require: bettr", 2, "tasks.0.require"),
+        ("margin: 0.1", 2, "no effect with require: not_worse"),
+    ],
+)
+def test_rules_that_are_broken_or_wrong(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rules: str, code: int, said: str
+) -> None:
+    kept, gate = tmp_path / "models", tmp_path / "gate.yaml"
+    gate.write_text(f"tasks: [{{path: {run.parent}/texts.jsonl, {rules}}}]\n")
+    within("registry", "add", kept, run).succeeds()
+    here(capsys, "registry", "promote", kept, "1", "--gate", gate).refuses_last(said, code=code)
+    gate.write_text(f"max_bytes: 5\ntasks: [{{path: {run.parent}/texts.jsonl}}]\n")
+    here(capsys, "registry", "promote", kept, "1", "--gate", gate).refuses_last(
+        "max_bytes is 5", code=3
+    )
+    assert not StoreRegistry(FolderStore(kept)).state().promoted
+
+
+def test_equal_models_are_called_worse_as_often_as_stated() -> None:
+    draw, worse, trials = np.random.default_rng(5), 0, 400
+    for trial in range(trials):
+        results = [
+            TaskResult("t", "d", "accuracy", True, [(float(x), 1.0) for x in draw.random(80) < 0.6])
+            for _ in range(2)
+        ]
+        worse += bootstrap(results[0], results[1], 0.95, 1000, trial).high < 0
+    assert 0.005 <= worse / trials <= 0.05  # 2.5 % at each side
+
+
+@pytest.mark.usefixtures("s3_credentials")
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_writers_at_the_same_time_lose_no_entry(tmp_path: Path, place: str) -> None:
+    where = str(tmp_path / "kept") if place == "folder" else s3.location(s3.server())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+
+    def write(number: int) -> None:
+        registry = StoreRegistry(open_store(where))
+        registry.add(tmp_path / "model", {"folder": str(number)})
+
+        def decide(state: State) -> dict[str, object]:
+            return {"kind": "promote", "version": number, "replaces": state.current}
+
+        for _ in range(3):
+            registry.record(decide)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(write, range(1, 7)))
+    store = open_store(where)
+    entries = [json.loads(store.get(key)) for key in store.list("index/")]
+    state = StoreRegistry(store).state()
+    assert sorted(v["source"]["folder"] for v in state.versions.values()) == list("123456")
+    assert sorted(state.versions) == [1, 2, 3, 4, 5, 6]
+    promotions = [entry for entry in entries if entry["kind"] == "promote"]
+    assert len(promotions) == 18
+    before = [None, *(entry["version"] for entry in promotions)]
+    assert [entry["replaces"] for entry in promotions] == before[:-1]  # it has seen the last one
+    StoreRegistry(store).fetch(3, tmp_path / "fetched")
+    assert (tmp_path / "fetched/config.json").read_text() == "{}"
