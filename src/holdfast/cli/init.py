@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import refuse_beside
-from holdfast.config.huggingface.folder import read_folder_model
+from holdfast.config.huggingface.folder import read_folder_model, read_json_object
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.loading.yaml_tree import parse_scalar
 from holdfast.data.read.chat_templates import folder_templates
@@ -33,13 +33,15 @@ model:
 {model}
 train:
 {length}
-  batch_size: 16           # samples of a step, over all workers together
-  microbatch_size: 2       # the unit of work that is dealt to workers
-{rate}
+{batch}{rate}
 layout: auto               # see it with: holdfast plan {name}
 checkpoint: {{every_steps: 50}}
 """
 
+BATCH = """\
+  batch_size: 16           # samples of a step, over all workers together
+  microbatch_size: 2       # the unit of work that is dealt to workers
+"""
 STDLIB = """\
   sources:                 # real text that every machine with Python has
     - kind: python-stdlib  # or text, jsonl, parquet, huggingface, with a path
@@ -63,6 +65,7 @@ ROWS = {
 }
 """Column of chat data -> word of `rows`."""
 
+TRAINER_STATE = "trainer_state.json"
 TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".avro")
 """Endings of tables. As texts, their cells would be trained in the order of the file."""
 
@@ -95,20 +98,30 @@ def init(
       holdfast init own.yaml --data texts
       holdfast init tuned.yaml --from Llama-3.2-1B-Instruct --chat chat.jsonl
       holdfast init better.yaml --from tuned-model --preferences pairs.jsonl
+      holdfast init moved.yaml --from trainer_output/checkpoint-500 --data texts
     """
     refuse_beside("--preferences", {"--chat": chat} if preferences else {})
     rows, rate = preferences or chat, LOW_RATE if preferences else RATE
     # YAML reads 2026 as a number, so such a name is quoted.
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
     name = name.lstrip("._-") or "run"
+    train = {
+        "length": "  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
+        "batch": BATCH,
+        "rate": (SHORT_WARMUP if rows else "") + (rate if from_ else ""),
+    }
+    notes: list[str] = []
+    if from_ is not None and not rows and (from_ / TRAINER_STATE).is_file():
+        train, notes = _moved_in(from_)
+        resume = shlex.join(["holdfast", "checkpoint", "import", str(path), "--from", str(from_)])
+        notes.append(f"import its state before you train: {resume}")
     text = TEMPLATE.format(
         name=path,
         stem=name if parse_scalar(name) == name else f'"{name}"',
         dataset=name if data or from_ or rows else "python-stdlib",
         data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
         model=_model(from_, preferences),
-        length="  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
-        rate=(SHORT_WARMUP if rows else "") + (rate if from_ else ""),
+        **train,
     )
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -127,6 +140,40 @@ def init(
             remedy=f"make it first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from None
     say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
+    for note in notes:
+        say(note)
+
+
+def _moved_in(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """The lines of `train:` for a checkpoint of transformers' Trainer, and what is left out. Raises
+    CheckpointError."""
+    from holdfast.checkpoint.interop import hf_trainer
+
+    about = read_json_object(folder / TRAINER_STATE)
+    settings: dict[str, Any] = {}
+    if (folder / hf_trainer.OPTIMIZER_FILE).is_file():
+        group = hf_trainer.first_group(folder)
+        settings = hf_trainer.optimizer_settings(group)
+    schedule = hf_trainer.schedule_settings(folder)
+    optimizer = {key.rpartition(".")[2]: value for key, value in settings.items()}
+    size = int(about.get("train_batch_size") or 16)
+    lines = f"  optimizer: {yaml_word(optimizer)}\n" if optimizer else ""
+    notes = [
+        "left out: max_grad_norm, precision and data of training_args.bin, a pickle that is not "
+        "read; say them in train.optimizer.clip_norm, train.precision and data.sources",
+        f"train.batch_size {size} is that of one process and one pass there: multiply it by its "
+        "processes and gradient_accumulation_steps",
+    ]
+    if schedule is not None:
+        lines += f"  schedule: {yaml_word(schedule)}\n"
+    else:
+        notes.append("left out: the schedule, whose logged rates fit none of train.schedule.kind")
+    batch = f"  batch_size: {size}\n  microbatch_size: {1 if size % 2 else 2}\n"
+    return {
+        "length": f"  steps: {int(about.get('max_steps') or 1000)}",
+        "batch": batch,
+        "rate": lines,
+    }, notes
 
 
 def _model(model: Path | None, preferences: Path | None) -> str:

@@ -42,7 +42,7 @@ def sign(folder: Path, key: Path) -> Path:
         raise UserError(
             f"model-signing did not sign the record: {problem}",
             where=str(key),
-            remedy="name a private key in PEM form, of an elliptic curve (docs/guide/governance.md)",
+            remedy="name a private key, elliptic, in PEM form (docs/guide/governance.md)",
         )
     return signature
 

@@ -12,18 +12,22 @@ follow from the model's order of parameters, which transformers itself tells.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.interop.torch_files import TorchState, load_tensors, refuse_unknown
 from holdfast.config.huggingface.folder import read_json_object
 from holdfast.config.huggingface.weight_files import read_weights
+from holdfast.config.sections.train import ScheduleConfig
+from holdfast.core.lr_schedule import schedule_factor
 from holdfast.errors import CheckpointError, DataError
 
 STATE_FILE, OPTIMIZER_FILE, SCHEDULER_FILE = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+KINDS = ("linear", "cosine", "constant")
+MAX_WARMUP = 2000  # steps of a warm-up that are tried
 MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
@@ -139,6 +143,12 @@ def optimizer_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def first_group(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of the optimizer's first group. Raises CheckpointError."""
+    found: Mapping[str, Any] = load_tensors(folder / OPTIMIZER_FILE)["param_groups"][0]
+    return found
+
+
 def _position(about: Mapping[str, Any]) -> str:
     epoch, steps = about.get("epoch"), about.get("max_steps")
     size = about.get("train_batch_size")
@@ -159,10 +169,26 @@ def _left_out(folder: Path) -> list[str]:
     return [f"{name} ({why})" for name, why in reasons.items() if (folder / name).is_file()]
 
 
-def schedule_settings(folder: Path) -> dict[str, Any]:
-    """Return keys of a run file for the schedule that `trainer_state.json` shows: the rates that it
-    logged, or none that is known."""
-    about = json.loads((folder / STATE_FILE).read_text("utf-8"))
-    steps = about.get("max_steps")
+def schedule_settings(folder: Path) -> dict[str, Any] | None:
+    """Return keys of `train.schedule` that give all rates of Trainer's log and its scheduler's next
+    one; None if there are none. Raises CheckpointError."""
+    about = read_json_object(folder / STATE_FILE)
+    steps = int(about.get("max_steps") or 0)
+    if steps < 1 or not (folder / SCHEDULER_FILE).is_file():
+        return None
+    scheduler = load_tensors(folder / SCHEDULER_FILE)
+    peak = float((scheduler.get("base_lrs") or [0.0])[0])
     rows = [row for row in about.get("log_history", ()) if "learning_rate" in row]
-    return {"steps": steps, "rates": {int(r["step"]): float(r["learning_rate"]) for r in rows}}
+    last = int(scheduler["last_epoch"]), float(scheduler["_last_lr"][0])
+    for back, kind, warmup in product((1, 0), KINDS, range(min(steps, MAX_WARMUP) + 1)):
+        # The rate of a logged step is that before or after the scheduler counted it.
+        rates = [(int(row["step"]) - back, float(row["learning_rate"])) for row in rows]
+        schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, final_ratio=0.0, counts_from=0)
+        found = all(
+            abs(peak * schedule_factor(schedule, at, steps) - rate) <= 1e-6 * peak
+            for at, rate in (last, *rates)
+        )
+        if found and peak:
+            ratio = {} if kind == "constant" else {"final_ratio": 0.0}
+            return {"kind": kind, "warmup_steps": warmup, "counts_from": 0, **ratio}
+    return None

@@ -129,6 +129,19 @@ def test_settings_rate_and_position_are_told() -> None:
     assert "40 samples in 10 steps" in read(FIXTURES / "zero3" / "checkpoint").position
 
 
+def test_init_writes_the_run_file_of_a_trainer_folder(tmp_path: Path) -> None:
+    path = tmp_path / "moved.yaml"
+    done = within("init", path, "--from", FIXTURES / "trainer" / "checkpoint").succeeds()
+    train = load_config(path).config.train
+    due = run_of("trainer").train
+    assert train.schedule == due.schedule
+    assert (train.steps, train.batch_size) == (due.steps, due.batch_size)
+    for key in ("learning_rate", "betas", "weight_decay"):
+        assert getattr(train.optimizer, key) == getattr(due.optimizer, key)
+    assert "left out: max_grad_norm, precision" in done.err
+    assert "holdfast checkpoint import" in done.err
+
+
 class Evil:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return os.system, ("touch pwned",)
