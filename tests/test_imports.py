@@ -26,6 +26,7 @@ TORCH_ROOMS = (
     "holdfast.rollout.roles.host",
     "holdfast.rollout.roles.link",
     "holdfast.rollout.roles.policies",
+    "holdfast.rollout.roles.teacher",
     "holdfast.rollout.roles.work",
     "holdfast.rollout.decode.threads",
     "holdfast.evaluation.model",
@@ -47,7 +48,6 @@ TORCH_ROOMS = (
             "tp_by",
         )
     ),
-    "holdfast.options.asynchronous.weight_versions",
     "holdfast.options.asynchronous.weight_versions",
 )
 

@@ -62,8 +62,8 @@ def import_(
     continues after the step that they belong to. Its metadata is a pickle: its own process reads
     it, and refuses everything but descriptions of tensors.
 
-    A checkpoint folder of transformers' Trainer, or of DeepSpeed (ZeRO 1 to 3, and universal), goes
-    on in the same way: weights, moments and step. What is left out is named. Its files are pickles
+    A checkpoint folder of transformers' Trainer, or of DeepSpeed (ZeRO 1 to 3, and universal), continues
+    in the same way: weights, moments and step. What is left out is named. Its files are pickles
     of tensors, and torch's tensors-only reader refuses anything more.
 
     \b

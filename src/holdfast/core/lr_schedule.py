@@ -1,8 +1,8 @@
 """The learning rate of a step: warm-up, then a schedule. Pure arithmetic in float64.
 
 Step N has passed through `N` updates once it is applied. The rate rises linearly over the first
-`warmup_steps` (step 1 gets 1/warmup of the peak; with `counts_from` 0, which transformers and
-DeepSpeed have, it gets 0). Then it follows its kind down to `final_ratio`
+`warmup_steps`: step 1 gets 1/warmup of the peak. With `counts_from` 0, which transformers and
+DeepSpeed have, it gets 0. Then it follows its kind down to `final_ratio`
 times the peak at the schedule's last step, and stays there.
 """
 

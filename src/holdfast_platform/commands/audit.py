@@ -33,7 +33,7 @@ def replay(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Compute steps of a run again, and compare them with its public record.
+    """Compute steps of a run again, and compare them with its record.
 
     A pass begins from the newest checkpoint before a step, or from initial weights. It computes up
     to the next recorded weights: a digest of train.digest_every, or a checkpoint. On the way it
@@ -195,7 +195,9 @@ def card(
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", help="Markdown file; must not exist")],
 ) -> None:
-    """Write a model card from the record, with a summary in the order of the EU AI Act's Annex XI.
+    """Write a model card from the record, with a legal summary.
+
+    The summary has the order of the EU AI Act's Annex XI.
 
     \b
     Example:

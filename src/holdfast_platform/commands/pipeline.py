@@ -28,7 +28,9 @@ def run(
         str | None, typer.Option(help="run this stage alone; earlier ones must be done")
     ] = None,
 ) -> int:
-    """Run each stage whose inputs or recipe have changed, and continue what was cut off.
+    """Run the stages whose inputs or recipe have changed.
+
+    What was cut off continues.
 
     The exit code is that of the stage that ended the pipeline. 75: it was asked to leave, and the
     same command continues. 4: max_hours or plan.ask_above_usd is reached.
@@ -54,7 +56,9 @@ def compile_file(
         str, typer.Option(help="path of the pipeline file for the steps; none: as it lies here")
     ] = "",
 ) -> None:
-    """Write the pipeline for Kubeflow Pipelines, Airflow 3 or GitHub Actions.
+    """Write the pipeline for Kubeflow, Airflow or GitHub.
+
+    The files suit Kubeflow Pipelines, Airflow 3 and GitHub Actions.
 
     Each stage becomes a step that runs that stage alone. A retry of a step continues it.
 
@@ -85,7 +89,7 @@ def compile_file(
 
 @app.command()
 def show(file: File, json: Json = False) -> None:
-    """Show the stages, what each takes and makes, and why a stage would run.
+    """Show the stages, and why a stage would run.
 
     \b
     Example:

@@ -47,7 +47,7 @@ def open_registry(place: str) -> Registry:
 
 @app.command()
 def add(registry: Place, run: RunArgument, step: CheckpointStep = None, json: Json = False) -> None:
-    """Add a run's checkpoint, or the folder of a model, as the next version.
+    """Add a checkpoint, or the folder of a model, as a version.
 
     \b
     Example:
@@ -85,7 +85,11 @@ def add(registry: Place, run: RunArgument, step: CheckpointStep = None, json: Js
 
 @app.command("list")
 def list_versions(registry: Place, json: Json = False) -> None:
-    """List the versions, and which one is promoted."""
+    """List the versions, and which one is promoted.
+
+    Example:
+      holdfast registry list models
+    """
     state = open_registry(registry).state()
     rows = [
         {**entry, "is_promoted": number == state.current}
@@ -119,7 +123,11 @@ def promote(registry: Place, version: Version, gate: Rules, json: Json = False) 
 
 @app.command()
 def rollback(registry: Place, json: Json = False) -> None:
-    """Promote the version that was promoted before the present one. No gate is asked."""
+    """Promote the version before the present one. No gate is asked.
+
+    Example:
+      holdfast registry rollback models
+    """
     entry = open_registry(registry).roll_back()
     print_json(entry) if json else say(f"version {entry['version']} is promoted again")
 
@@ -128,7 +136,13 @@ def rollback(registry: Place, json: Json = False) -> None:
 def compare(
     registry: Place, version: Version, other: Version, gate: Rules, json: Json = False
 ) -> None:
-    """Compare two versions on the tasks of a gate; nothing is promoted."""
+    """Compare two versions on the tasks of a gate.
+
+    Nothing is promoted.
+
+    Example:
+      holdfast registry compare models --gate gate.yaml 4 5
+    """
     from holdfast_platform.registry.gate import Gate, read_rules
 
     kept = open_registry(registry)
@@ -146,7 +160,11 @@ def fetch(
     version: Version,
     to: Annotated[Path, typer.Option("--to", help="a new or empty folder")],
 ) -> None:
-    """Write a version as a folder in Hugging Face form."""
+    """Write a version as a folder in Hugging Face form.
+
+    Example:
+      holdfast registry fetch models 5 --to folder
+    """
     kept = open_registry(registry)
     number = kept.state().find(version)
     kept.fetch(number, to)

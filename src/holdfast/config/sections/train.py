@@ -53,8 +53,8 @@ class ScheduleConfig(Section):
     """wsd: steps of the decay; 0: a fifth of the schedule"""
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
     counts_from: Branch[Literal[0, 1]] = 1
-    """number of the first step for the schedule. 1: the first step of a warm-up has a rate above 0;
-    0: as torch's schedulers and transformers count, so all rates come a step later"""
+    """number of the first step for the schedule. 1: the first step of a warm-up has a rate above 0.
+    0: as torch's schedulers count, so all rates come a step later"""
     args: Branch[dict[str, Any]] = Field(default_factory=dict)
     """a function: its other keyword arguments"""
     source: Branch[str] = Field("", description="digest of a function's source files (planned)")

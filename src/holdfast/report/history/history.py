@@ -186,7 +186,7 @@ class History:
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens that lost actors had drawn and not handed in, as far as they are known."""
+        """Tokens that lost actors had drawn and not handed in: those that are known."""
         return sum(each.tokens or 0 for each in self.roles_lost)
 
     @property
