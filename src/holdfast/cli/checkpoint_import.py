@@ -51,7 +51,7 @@ def import_(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Begin a run from a folder of weights or from another trainer's checkpoint.
+    """Begin a run from a folder of weights, or of another trainer.
 
     The folder's weights become the state after step 0; 'holdfast train' then starts from it.
     The dataset must have been tokenised with the folder's tokenizer. With model.from in the run
@@ -62,9 +62,9 @@ def import_(
     continues after the step that they belong to. Its metadata is a pickle: its own process reads
     it, and refuses everything but descriptions of tensors.
 
-    A checkpoint folder of transformers' Trainer, or of DeepSpeed (ZeRO 1 to 3, and universal), continues
-    in the same way: weights, moments and step. What is left out is named. Its files are pickles
-    of tensors, and torch's tensors-only reader refuses anything more.
+    A checkpoint folder of transformers' Trainer, or of DeepSpeed (ZeRO 1 to 3, and universal),
+    continues in the same way: weights, moments and step. What is left out is named. Its files are
+    pickles of tensors, and torch's tensors-only reader refuses anything more.
 
     \b
     Example:
