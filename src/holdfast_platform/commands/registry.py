@@ -87,6 +87,7 @@ def add(registry: Place, run: RunArgument, step: CheckpointStep = None, json: Js
 def list_versions(registry: Place, json: Json = False) -> None:
     """List the versions, and which one is promoted.
 
+    \b
     Example:
       holdfast registry list models
     """
@@ -125,6 +126,7 @@ def promote(registry: Place, version: Version, gate: Rules, json: Json = False) 
 def rollback(registry: Place, json: Json = False) -> None:
     """Promote the version before the present one. No gate is asked.
 
+    \b
     Example:
       holdfast registry rollback models
     """
@@ -140,6 +142,7 @@ def compare(
 
     Nothing is promoted.
 
+    \b
     Example:
       holdfast registry compare models --gate gate.yaml 4 5
     """
@@ -162,6 +165,7 @@ def fetch(
 ) -> None:
     """Write a version as a folder in Hugging Face form.
 
+    \b
     Example:
       holdfast registry fetch models 5 --to folder
     """
