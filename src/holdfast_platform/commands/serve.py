@@ -65,6 +65,7 @@ def serve(
       holdfast serve runs/tuned --canary runs/newer --share 0.05
       holdfast serve runs/tuned --drift held_out.jsonl --on-drift "holdfast train run.yaml"
     """
+    from holdfast.config.sections.peers import is_loopback
     from holdfast.wire.http.server import HttpListener
     from holdfast.wire.http.sockets import address_of, bind_listener
     from holdfast_platform.serve.arms import Arms
@@ -88,6 +89,12 @@ def serve(
             f"the environment variable {key_variable} is empty or missing",
             where="--key-variable",
             remedy=f"export {key_variable}=KEY",
+        )
+    if not key and not is_loopback(host):
+        raise ConfigError(
+            f"other machines could ask at {host} without a key",
+            where="--host",
+            remedy="name a variable with a key: --key-variable HOLDFAST_SERVE_KEY",
         )
     first = _open(model, "", slots)
     models = {first.name: first}

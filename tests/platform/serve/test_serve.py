@@ -143,6 +143,12 @@ def test_what_the_server_does_not_do_is_named(
     assert said in answer["error"]["message"]
 
 
+def test_other_machines_need_a_key(tmp_path: Path) -> None:
+    found = within("serve", tmp_path, "--host", "0.0.0.0")
+    assert found.code == 2
+    assert "--key-variable" in found.err
+
+
 @pytest.mark.slow
 def test_fields_that_no_list_has_are_refused(served: tuple[str, Path]) -> None:
     for name, value in unknown_entries(REQUEST).items():
