@@ -16,6 +16,7 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.launch.node.node_name import default_node_name
 from holdfast.launch.run.bucket_run import require_secret
 from holdfast.launch.run.runs import open_run
+from holdfast.launch.start.regions import refuse_visitor_elsewhere
 from holdfast.machine.hardware import detect_hardware
 from holdfast.machine.limits import usable_cores
 from holdfast.rollout.roles.devices import actor_devices
@@ -59,6 +60,7 @@ def actor(
             where="--actors",
             remedy="use --actors 1 or more",
         )
+    refuse_visitor_elsewhere(found.config.governance, os.environ)
     require_secret(found.folder)
     _, holder = newest_term(found.store)
     secret = secret_of(holder or {}, open_secret(found.folder, say=say))

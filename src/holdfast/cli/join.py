@@ -36,6 +36,7 @@ from holdfast.launch.start.begin import finished_step
 from holdfast.launch.start.data import prepare_and_check_dataset
 from holdfast.launch.start.facts import Facts, resolve
 from holdfast.launch.start.machine import by_device, refuse_unfit_machine
+from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.show.output import say
 from holdfast.wire.store.run_location import (
     bucket_of_run,
@@ -102,6 +103,7 @@ def join(
     if _is_finished(folder, loaded):
         return 0
     refuse_unfit_machine(loaded, machine)
+    refuse_other_regions(loaded)
     refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
     refuse_bad_tasks(loaded)

@@ -21,6 +21,7 @@ from holdfast.config.sections.degrees import (
     find_impossible_float8,
 )
 from holdfast.config.sections.evaluate import EvaluateTasksConfig
+from holdfast.config.sections.governance import GovernanceConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
@@ -65,6 +66,7 @@ class RunConfig(Section):
     launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
     evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
+    governance: InPlace[GovernanceConfig] = GovernanceConfig()
 
     @field_validator("device", mode="before")
     @classmethod

@@ -120,7 +120,7 @@ def locate_paths(
     """
     refused: list[str] = []
     found: dict[str, str] = {}
-    for key, value in _paths(config):
+    for key, value in paths_of(config):
         try:
             found[key] = _located(config, key, value, base_of(key))
         except ConfigError as error:
@@ -153,7 +153,8 @@ def with_places(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
     return config.model_copy(update={"data": located, "rollout": rollout})
 
 
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+def paths_of(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a run's paths and addresses, with their values."""
     for key in FREE_PATHS:
         value, info = value_at(config, as_path(key)), field_at(as_path(key))
         assert info is not None, key

@@ -28,7 +28,17 @@ MACHINE_KEYS = tuple(f"checkpoint.machine.{kind}" for kind in FAILURE_DOMAINS)
 def by_place(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
     """Return the domains that the run file leaves open. Raises ConfigError for a HOLDFAST_PLACE
     that names none."""
-    environ = facts.environ
+    machine = loaded.config.checkpoint.machine
+    return {
+        f"checkpoint.machine.{kind}": (name, "the environment's")
+        for kind, name in told_places(facts.environ).items()
+        if not getattr(machine, kind)
+    }
+
+
+def told_places(environ: Mapping[str, str]) -> dict[str, str]:
+    """The domains that the environment names. Raises ConfigError for a HOLDFAST_PLACE that names
+    none."""
     told = {kind: name for kind, name in _from_slurm(environ).items() if name}
     if zone := environ.get(ZONE_VARIABLE):
         told["zone"] = zone
@@ -43,13 +53,7 @@ def by_place(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
                 remedy=f"write KIND=NAME with one of {', '.join(FAILURE_DOMAINS)}",
             )
         found[kind] = name
-    told |= found
-    machine = loaded.config.checkpoint.machine
-    return {
-        f"checkpoint.machine.{kind}": (name, "the environment's")
-        for kind, name in told.items()
-        if not getattr(machine, kind)
-    }
+    return told | found
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:

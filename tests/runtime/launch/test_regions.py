@@ -1,0 +1,65 @@
+"""`governance.regions`: what lies elsewhere is refused by name, before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.loading.load import load_config
+from holdfast.config.sections.governance import GovernanceConfig
+from holdfast.errors import ConfigError
+from holdfast.launch.start.regions import refuse_other_regions, refuse_visitor_elsewhere
+from tests.support.commands import within, write_run_file
+
+HERE = ("governance.regions=[eu-west-1,westeurope]", "checkpoint.machine.zone=eu-west-1b")
+PEER = "checkpoint.peers=[{name: b, address: '10.0.0.2:7600', zone: %s}]"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("checkpoint.machine.zone=us-east-1a", "this machine lies in us-east-1a"),
+        ("checkpoint.machine.zone=eu-west-10a", "this machine lies in eu-west-10a"),
+        ("checkpoint.machine.zone=''", "in which region this machine lies"),
+        (PEER % "us-east-1a", "checkpoint.peers.0.zone lies in us-east-1a"),
+        (PEER % "''", "in which region checkpoint.peers.0.zone lies"),
+        ("checkpoint.bucket=s3://b/p", "in which region checkpoint.bucket lies"),
+        ("checkpoint.bucket=s3://b/p?region=us-east-1", "checkpoint.bucket lies in us-east-1"),
+        ("folder=s3://b/run?region=eu-west-2", "folder lies in eu-west-2"),
+        ("data.folder=gs://b/data", "in which region data.folder lies"),
+    ],
+)
+def test_each_place_elsewhere_is_named(tmp_path: Path, setting: str, said: str) -> None:
+    run_file = write_run_file(tmp_path)
+    refuse_other_regions(load_config(run_file, [setting]))  # without regions all is allowed
+    with pytest.raises(ConfigError, match=said):
+        refuse_other_regions(load_config(run_file, [*HERE, setting]))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "checkpoint.machine.zone=westeurope-2",
+        PEER % "eu-west-1c",
+        "checkpoint.bucket=s3://b/p?region=eu-west-1",
+    ],
+)
+def test_places_inside_are_accepted(tmp_path: Path, setting: str) -> None:
+    refuse_other_regions(load_config(write_run_file(tmp_path), [*HERE, setting]))
+
+
+def test_a_start_elsewhere_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    found = within("train", run_file, *HERE, "checkpoint.machine.zone=us-east-1a")
+    assert (found.code, "governance.regions allows eu-west-1" in found.err) == (2, True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_visiting_actor_says_where_it_is() -> None:
+    rules = GovernanceConfig(regions=("eu-west-1",))
+    refuse_visitor_elsewhere(rules, {"HOLDFAST_PLACE": "rack=r1,zone=eu-west-1a"})
+    for environ in ({}, {"HOLDFAST_ZONE": "us-east-1a"}):
+        with pytest.raises(ConfigError, match="this machine"):
+            refuse_visitor_elsewhere(rules, environ)
