@@ -264,7 +264,8 @@ def test_a_dear_run_is_not_begun_without_a_terminal_to_ask(
     asked = (dataset, "train.steps=10000000", "train.batch_size=8", "plan.ask_above_usd=1")
     asked += ("plan.cluster=2xaws/us-east-1/p4d.24xlarge",)
     refused = within("train", run_file, *asked)
-    refused.refuses_last("this run costs $", "plan.ask_above_usd is 1", "pass --yes")
+    words = ("this run costs $", "plan.ask_above_usd is 1", "pass --yes")
+    refused.refuses_last(*words, code=4)
     assert "planned: " in refused.err
     assert not (run_file.parent / "run" / "run.yaml").exists()
 

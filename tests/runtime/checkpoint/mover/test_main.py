@@ -487,7 +487,8 @@ def test_a_socket_that_a_cleaner_removes_is_made_again(tmp_path: Path, cleaned: 
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(path))
+            # it is there a moment before anyone listens
+            wait_until(lambda: client.connect_ex(str(path)) == 0, what="someone to listen")
             server.join(120)
             assert accepted == [True]
     finally:
