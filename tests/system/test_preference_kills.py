@@ -35,7 +35,7 @@ ROLES = ("worker", "worker", "mover", "fork server", "agent")
 MODULES = {"mover": "holdfast.checkpoint.mover.main"}
 MODULES |= {"fork server": "holdfast.elastic.worker.fork_server"}
 DEADLINE = 240.0  # seconds for a step on a busy machine
-STEPS_OF_A_FAULT = 8
+STEPS_OF_A_FAULT = 64  # a quiet machine does most of them while a lost process comes back
 RUN_FILE = """\
 name: preferred
 folder: {root}/run
@@ -128,8 +128,10 @@ class Attacked:
             self.start()
             return
         wait_until(lambda: self.is_over() or self.processes(role), DEADLINE, f"a {role}")
+        if not (there := self.processes(role)):
+            return  # the run has ended
         with suppress(psutil.NoSuchProcess):
-            self.chooser.choice(self.processes(role)).send_signal(signal.SIGKILL)
+            self.chooser.choice(there).send_signal(signal.SIGKILL)
             self.counts[role] += 1
 
     def processes(self, role: str) -> list[psutil.Process]:
