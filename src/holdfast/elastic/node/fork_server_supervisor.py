@@ -87,9 +87,12 @@ class ForkServerSupervisor:
 
     def kill_if_hung(self, now: float) -> None:
         """Kill a fork server that owes the report of an exit, or a fork, for too long. Its children
-        are then watched here, and another one is started."""
+        are then watched here, and another one is started. One that still starts owes nothing: it
+        forks once its imports are done."""
         ended = any(each.is_alive and has_exited(each.pidfd) for each in self._command_server)
-        self._owes_since = min(now, self._owes_since) if ended or self.pending_forks else inf
+        is_starting = self._start is not None and not self._start.done()
+        owes = not is_starting and (ended or self.pending_forks)
+        self._owes_since = min(now, self._owes_since) if owes else inf
         if now - self._owes_since > REPLY_TIMEOUT_S and self.pid is not None:
             self._say(f"the fork server (process {self.pid}) hangs; the agent kills it")
             self._owes_since = inf
