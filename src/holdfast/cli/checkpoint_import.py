@@ -19,6 +19,7 @@ from holdfast.report.formatting import format_bytes
 from holdfast.show.output import print_json, say
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.interop.dcp_import import FlatState, ImportResult
     from holdfast.config.loading.load import LoadedConfig
     from holdfast.config.run import RunConfig
     from holdfast.core.format.manifest import Commit
@@ -202,7 +203,7 @@ def _imported(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
     """By what the folder is."""
-    from holdfast.checkpoint.interop.dcp import is_dcp
+    from holdfast.checkpoint.interop.dcp import DcpFolder, is_dcp
     from holdfast.checkpoint.interop.deepspeed import step_folder
     from holdfast.checkpoint.interop.hf_trainer import OPTIMIZER_FILE, is_hf_trainer
     from holdfast.checkpoint.interop.huggingface import import_huggingface
@@ -211,20 +212,7 @@ def _imported(
     if step_folder(source) is not None or (is_trainer and not weights_only):
         return _import_foreign(store, source, config, weights_only, identity)
     if is_dcp(source):
-        from holdfast.checkpoint.interop.dcp_import import import_dcp
-        from holdfast.launch.run.branch_config import batch_schedule
-
-        train = config.train
-        found = import_dcp(
-            store,
-            source,
-            config.model,
-            train.precision,
-            position_of_step=batch_schedule(train).position,
-            weights_only=weights_only,
-            optimizer=train.optimizer,
-            **identity,
-        )
+        found = _commit_flat(store, DcpFolder.open(source), source, config, weights_only, identity)
         state = "weights and AdamW's moments" if found.has_moments else "weights"
         names = f"named as {found.naming_scheme} names them"
         say(f"found {state} after step {found.commit.step}, {names}")
@@ -251,22 +239,22 @@ def _imported(
     return commit
 
 
-def _import_foreign(
-    store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
-) -> Commit:
-    """A checkpoint of transformers' Trainer or of DeepSpeed."""
+def _commit_flat(
+    store: RunStore,
+    state: FlatState,
+    source: Path,
+    config: RunConfig,
+    weights_only: bool,
+    identity: dict[str, str],
+) -> ImportResult:
+    """Commit a state under flat names as the first one of the run."""
     from holdfast.checkpoint.interop.dcp_import import import_flat
-    from holdfast.checkpoint.interop.deepspeed import read_deepspeed, step_folder
-    from holdfast.checkpoint.interop.hf_trainer import read_hf_trainer
-    from holdfast.core.lr_schedule import learning_rate
     from holdfast.launch.run.branch_config import batch_schedule
 
-    is_deepspeed, train = step_folder(source) is not None, config.train
-    read = read_deepspeed if is_deepspeed else read_hf_trainer
-    found = read(source, weights_only=weights_only)
-    imported = import_flat(
+    train = config.train
+    return import_flat(
         store,
-        found.state,
+        state,
         source,
         config.model,
         train.precision,
@@ -275,6 +263,21 @@ def _import_foreign(
         optimizer=train.optimizer,
         **identity,
     )
+
+
+def _import_foreign(
+    store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
+) -> Commit:
+    """A checkpoint of transformers' Trainer or of DeepSpeed."""
+    from holdfast.checkpoint.interop.deepspeed import read_deepspeed, step_folder
+    from holdfast.checkpoint.interop.hf_trainer import read_hf_trainer
+    from holdfast.core.lr_schedule import learning_rate
+    from holdfast.launch.run.branch_config import batch_schedule
+
+    is_deepspeed, train = step_folder(source) is not None, config.train
+    read = read_deepspeed if is_deepspeed else read_hf_trainer
+    found = read(source, weights_only=weights_only)
+    imported = _commit_flat(store, found.state, source, config, weights_only, identity)
     step = imported.commit.step
     what = "weights and AdamW's moments" if imported.has_moments else "weights"
     say(f"found {what} of {found.trainer} after step {step}")

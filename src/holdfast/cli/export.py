@@ -111,18 +111,7 @@ def export(
       holdfast export runs/tuned --to adapter --format peft
       holdfast export runs/tuned --to tuned.gguf --format gguf
     """
-    if format is Format.DCP and dtype is not None:
-        raise typer.BadParameter("it is for hf; dcp keeps the state as it is", param_hint="--dtype")
-    if format is Format.PEFT and (dtype is not None or names is not None):
-        raise typer.BadParameter(
-            "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
-        )
-    if format is Format.HF and names is not None:
-        raise typer.BadParameter("it is for --format dcp", param_hint="--names")
-    if format is not Format.HF and quantize is not None:
-        raise typer.BadParameter("it is for --format hf", param_hint="--quantize")
-    if format is Format.GGUF and dtype is Dtype.BFLOAT16:
-        raise typer.BadParameter("gguf has float32 or float16", param_hint="--dtype")
+    _refuse_options(format, dtype, names, quantize)
     found = with_base(open_run(run), base)
     if format is Format.DCP:
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
@@ -146,6 +135,24 @@ def export(
         print_json({"step": step_done, "folder": str(to), "tokenizer": known})
     else:
         say(f"wrote the state after step {step_done} to {to}")
+
+
+def _refuse_options(
+    format: Format, dtype: Dtype | None, names: Names | None, quantize: Quantize | None
+) -> None:
+    """Raises typer.BadParameter for an option of another format."""
+    if format is Format.DCP and dtype is not None:
+        raise typer.BadParameter("it is for hf; dcp keeps the state as it is", param_hint="--dtype")
+    if format is Format.PEFT and (dtype is not None or names is not None):
+        raise typer.BadParameter(
+            "peft keeps the state as it is, under PEFT's names", param_hint="--dtype, --names"
+        )
+    if format is Format.HF and names is not None:
+        raise typer.BadParameter("it is for --format dcp", param_hint="--names")
+    if format is not Format.HF and quantize is not None:
+        raise typer.BadParameter("it is for --format hf", param_hint="--quantize")
+    if format is Format.GGUF and dtype is Dtype.BFLOAT16:
+        raise typer.BadParameter("gguf has float32 or float16", param_hint="--dtype")
 
 
 def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:

@@ -65,8 +65,8 @@ def compile_file(
     \b
     Example:
       holdfast pipeline compile pipeline.yaml --to airflow --out dags/tiny.py
-      holdfast pipeline compile pipeline.yaml --to kubeflow --image IMAGE --claim runs:/work \\
-        --at /work/pipeline.yaml --out pipeline-kfp.yaml
+      holdfast pipeline compile pipeline.yaml --to kubeflow --image IMAGE --claim runs:/data \\
+        --at /data/pipeline.yaml --out pipeline-kfp.yaml
     """
     pipeline = read_pipeline(file)
     if to not in TARGETS:

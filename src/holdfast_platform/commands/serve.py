@@ -65,7 +65,6 @@ def serve(
       holdfast serve runs/tuned --canary runs/newer --share 0.05
       holdfast serve runs/tuned --drift held_out.jsonl --on-drift "holdfast train run.yaml"
     """
-    from holdfast.config.sections.peers import is_loopback
     from holdfast.wire.http.server import HttpListener
     from holdfast.wire.http.sockets import address_of, bind_listener
     from holdfast_platform.serve.arms import Arms
@@ -83,19 +82,7 @@ def serve(
             where="--share",
             remedy="use 0.05, at most 0.5",
         )
-    key = os.environ.get(key_variable, "") if key_variable else ""
-    if key_variable and not key:
-        raise ConfigError(
-            f"the environment variable {key_variable} is empty or missing",
-            where="--key-variable",
-            remedy=f"export {key_variable}=KEY",
-        )
-    if not key and not is_loopback(host):
-        raise ConfigError(
-            f"other machines could ask at {host} without a key",
-            where="--host",
-            remedy="name a variable with a key: --key-variable HOLDFAST_SERVE_KEY",
-        )
+    key = _key(host, key_variable)
     first = _open(model, "", slots)
     models = {first.name: first}
     second = None if canary is None else _open(run_path(canary), first.name, slots)
@@ -109,6 +96,27 @@ def serve(
     )
     say(f"serves {', '.join(models)} at http://{address_of(listen)}/v1")
     asyncio.run(HttpListener(application, listen).serve())
+
+
+def _key(host: str, key_variable: str | None) -> str:
+    """The key of requests; "" for none, which this machine alone may do without. Raises
+    ConfigError."""
+    from holdfast.config.sections.peers import is_loopback
+
+    key = os.environ.get(key_variable, "") if key_variable else ""
+    if key_variable and not key:
+        raise ConfigError(
+            f"the environment variable {key_variable} is empty or missing",
+            where="--key-variable",
+            remedy=f"export {key_variable}=KEY",
+        )
+    if not key and not is_loopback(host):
+        raise ConfigError(
+            f"other machines could ask at {host} without a key",
+            where="--host",
+            remedy="name a variable with a key: --key-variable HOLDFAST_SERVE_KEY",
+        )
+    return key
 
 
 def _open(path: Path, taken: str, slots: int) -> ServedModel:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from holdfast.checkpoint.format.blob import Bytes
-from holdfast.checkpoint.interop.dcp import DcpFolder
 from holdfast.checkpoint.interop.huggingface import ZEROS
 from holdfast.checkpoint.restore.catalog import list_commits
 from holdfast.checkpoint.save.single_writer import TensorSource, write_single
@@ -65,38 +64,6 @@ class ImportResult:
     unused_names: tuple[str, ...]
 
 
-def import_dcp(
-    store: RunStore,
-    folder: Path,
-    model: ModelConfig,
-    precision: str = "fp32",
-    *,
-    position_of_step: Callable[[int], int] = lambda step: 0,
-    weights_only: bool = False,
-    optimizer: OptimizerConfig | None = None,
-    config_hash: str = "",
-    dataset_version: str = "",
-) -> ImportResult:
-    """Commit the folder's state. `position(step)` is the number of samples before a step.
-    optimizer: the run's; None: AdamW.
-
-    Raises CheckpointError when the run has checkpoints already, or the folder does not hold this
-    complete model, or has the moments of another optimizer.
-    """
-    return import_flat(
-        store,
-        DcpFolder.open(folder),
-        folder,
-        model,
-        precision,
-        position_of_step=position_of_step,
-        weights_only=weights_only,
-        optimizer=optimizer,
-        config_hash=config_hash,
-        dataset_version=dataset_version,
-    )
-
-
 def import_flat(
     store: RunStore,
     found: FlatState,
@@ -110,7 +77,12 @@ def import_flat(
     config_hash: str = "",
     dataset_version: str = "",
 ) -> ImportResult:
-    """Commit a state under flat names, as `import_dcp` does; `folder` is where it lies."""
+    """Commit a state under flat names; `folder` is where it lies. `position_of_step(step)` is the
+    number of samples before a step. optimizer: the run's; None: AdamW.
+
+    Raises CheckpointError when the run has checkpoints already, or the state does not hold this
+    complete model, or has the moments of another optimizer.
+    """
     if taken := list_commits(store):
         raise CheckpointError(
             f"the run has checkpoints already ({taken[0]})",

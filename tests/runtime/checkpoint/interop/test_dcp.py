@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from holdfast.checkpoint.interop.dcp import DcpFolder
-from holdfast.checkpoint.interop.dcp_import import import_dcp
+from holdfast.checkpoint.interop.dcp_import import ImportResult, import_flat
 from holdfast.checkpoint.interop.dcp_metadata import (
     METADATA,
     METADATA_ALLOWLIST,
@@ -48,6 +48,10 @@ MODEL = ModelConfig(
 def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
     dcp.save(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
     return folder
+
+
+def import_dcp(store: MemoryStore, folder: Path, model: ModelConfig, **more: Any) -> ImportResult:
+    return import_flat(store, DcpFolder.open(folder), folder, model, **more)
 
 
 def element(bits: Any, dtype: torch.dtype) -> torch.Tensor:
