@@ -46,7 +46,10 @@ def test_a_gate_refuses_a_worse_version_and_takes_a_better_one(
     def call(*words: str | Path) -> Outcome:
         return here(capsys, "registry", *words)
 
-    for number, step in enumerate((24, 8, 48), 1):
+    # A busy machine saves some steps later than it was asked to.
+    saved = [row["step"] for row in json.loads(within("checkpoint", "list", run, "--json").out)]
+    middle, early = (min(saved, key=lambda step: abs(step - near)) for near in (24, 8))
+    for number, step in enumerate((middle, early, 48), 1):
         said = json.loads(call("add", kept, run, "--step", str(step), "--json").succeeds().out)
         assert said == {"version": number}
     call("promote", kept, "1", "--gate", gate).succeeds()
@@ -63,7 +66,7 @@ def test_a_gate_refuses_a_worse_version_and_takes_a_better_one(
     call("rollback", kept).refuses("no version was promoted before")
 
     call("fetch", kept, "promoted", "--to", tmp_path / "model").succeeds()
-    within("export", run, "--step", "24", "--to", tmp_path / "export").succeeds()
+    within("export", run, "--step", str(middle), "--to", tmp_path / "export").succeeds()
     for path in (tmp_path / "export").iterdir():
         assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes()
 
