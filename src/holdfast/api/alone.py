@@ -7,6 +7,7 @@ script (`tasks/scripts/own_loop.py`). Nothing is saved: the same command begins 
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -76,9 +77,18 @@ def begin_alone(
     say(f"{file.name} trains alone, and saves nothing; a run is: holdfast run {file.name}")
     if unused := [key for key in written if not key.startswith(_USED)]:
         say(f"not used by a script that trains alone: {', '.join(unused)}")
-    engine = threading.Thread(target=_serve, args=(script, loaded), name="engine", daemon=True)
+    is_ending = threading.Event()
+    parts = (script, loaded, is_ending)
+    engine = threading.Thread(target=_serve, args=parts, name="engine", daemon=True)
+    atexit.register(_join_if, is_ending, engine)
     engine.start()
     return script
+
+
+def _join_if(is_ending: threading.Event, engine: threading.Thread) -> None:
+    """Python ends a daemon thread wherever it is. In C++ of torch that aborts the process."""
+    if is_ending.is_set():
+        engine.join()
 
 
 def _refuse_one_of_several(environment: Mapping[str, str]) -> None:
@@ -91,13 +101,18 @@ def _refuse_one_of_several(environment: Mapping[str, str]) -> None:
         )
 
 
-def _serve(script: Script, loaded: LoadedConfig) -> None:
-    """Train what the script keeps; the script gets what goes wrong."""
+def _serve(script: Script, loaded: LoadedConfig, is_ending: threading.Event) -> None:
+    """Train what the script keeps; the script gets what goes wrong. is_ending: set when this thread
+    waits for the script no more."""
     try:
         script.turns.wait()
         _train(script, loaded)
     except BaseException as error:
+        is_ending.set()
         script.turns.fail(error)
+    else:
+        is_ending.set()
+        script.turns.end()
 
 
 def _train(script: Script, loaded: LoadedConfig) -> None:
@@ -137,4 +152,3 @@ def _train(script: Script, loaded: LoadedConfig) -> None:
             if share.step == last:
                 break
     session.close()
-    script.turns.end()

@@ -99,8 +99,7 @@ def serve(
 
 
 def _key(host: str, key_variable: str | None) -> str:
-    """The key of requests; "" for none, which this machine alone may do without. Raises
-    ConfigError."""
+    """The key of requests; "" for none, if only this machine can reach it. Raises ConfigError."""
     from holdfast.config.sections.peers import is_loopback
 
     key = os.environ.get(key_variable, "") if key_variable else ""
