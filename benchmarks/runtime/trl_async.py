@@ -194,6 +194,7 @@ def train(folder: Path, prompts: int, url: str, staleness: int) -> None:
         vllm_server_base_url=url,
         save_steps=SAVE_STEPS,
         max_staleness=staleness,
+        max_inflight_tasks=4 * SAMPLES,
         heartbeat_stale_after_s=STALE_S,
         use_cpu=True,
         bf16=False,

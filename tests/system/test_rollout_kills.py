@@ -28,6 +28,8 @@ KILLS = int(os.environ.get("ROLLOUT_KILLS", "20"))
 """Kills of one run."""
 RUNS = int(os.environ.get("ROLLOUT_RUNS", "20"))
 """Runs that are killed once, at a random moment."""
+SEED = int(os.environ.get("ROLLOUT_SEED", "5"))
+"""Draws these moments and the numbers of actors."""
 
 
 OBJECTIVES = {
@@ -62,7 +64,7 @@ def test_each_completion_has_one_fate_whenever_a_run_is_killed(tmp_path: Path) -
     run_file = write_run_file(tmp_path)
     alone = RolloutRun(run_file, tmp_path / "alone", settings)
     alone.finish()
-    chooser = random.Random(5)
+    chooser = random.Random(SEED)
     for number in range(RUNS):
         more = ("layout.workers=2", f"rollout.actors={chooser.randint(1, 4)}")
         killed = RolloutRun(run_file, tmp_path / f"killed-{number}", (*settings, *more))
