@@ -8,6 +8,7 @@ one the rest continues from its own memory and the copy.
 from __future__ import annotations
 
 import json
+import os
 from math import log
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from holdfast.events import (
     PredictionFailed,
     RestorePointFound,
     SnapshotKept,
+    SparesChanged,
     StepDone,
 )
 from holdfast.policy.prediction.models import BaseRateModel
@@ -43,6 +45,12 @@ SETTINGS = (
     "cluster.min_nodes=1",
     "cluster.gather_seconds=120",
 )
+
+
+DEVICE = """\
+index, name, ecc.errors.uncorrected.volatile.total
+0, NVIDIA H100 80GB HBM3, {}
+"""
 
 
 def fit_file(path: Path, horizon_s: float) -> Path:
@@ -96,6 +104,39 @@ def test_an_alarm_copies_the_part_of_its_node(
 
 
 @pytest.mark.slow
+def test_a_new_memory_error_moves_the_workers_of_its_node(run_file: Path, tmp_path: Path) -> None:
+    """The driver's tool of b counts one more uncorrected error: b is left before it is lost."""
+    answer, tool = tmp_path / "answer", tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    answer.write_text(DEVICE.format(0))
+    tool.write_text(f"#!/bin/sh\ncat {answer}\n")
+    tool.chmod(0o755)
+    path = f"PATH={tool.parent}:{os.environ['PATH']}"
+    gate = FaultOrders(tmp_path / "gate")
+    gate.prepare(10)
+    settings = (*SETTINGS, "train.steps=40", f"cluster.faults={gate.folder}")
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
+        nodes.start("a")
+        nodes.wait_until(lambda: nodes.leader == "a", "a does not lead")
+        signals = ("cluster.signals=[memory_errors,power]",)
+        nodes.start("b", settings=signals, before=["env", path])
+        nodes.wait_step(10, nodes={"a", "b"})
+        nodes.start("c")
+        nodes.wait_until(lambda: len(nodes.events(SparesChanged)) > 0, "c is no spare")
+        assert not nodes.events(PredictedMove)
+        answer.write_text(DEVICE.format(1))
+        nodes.wait_generation({"a", "c"})
+        nodes.kill("b")
+        gate.open_gate(40)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        (move,) = nodes.events(PredictedMove)
+        assert move.node == "b"
+        assert "its memory has new uncorrected errors" in nodes.story()
+        steps = [e.step for e in nodes.events(StepDone)]
+        assert sorted(steps) == list(range(1, 41)), "a step was repeated"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_true", [False, True])
 def test_an_alarm_moves_the_workers_of_its_node_to_a_spare(
     run_file: Path, tmp_path: Path, is_true: bool
@@ -104,7 +145,7 @@ def test_an_alarm_moves_the_workers_of_its_node_to_a_spare(
     short = (*SETTINGS, "train.steps=40")
     whole = Nodes(run_file, tmp_path / "whole")
     apart("train", run_file, f"folder={whole.folder}", *short, deadline=DEADLINE_S).succeeds()
-    model = fit_file(tmp_path / "model.json", 600.0 if is_true else 5.0)
+    model = fit_file(tmp_path / "model.json", 600.0 if is_true else 20.0)
     gate = FaultOrders(tmp_path / "gate")
     gate.prepare(10)
     settings = (*short, f"cluster.faults={gate.folder}")

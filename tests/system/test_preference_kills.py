@@ -166,7 +166,7 @@ def test_random_kills_change_no_bit(tmp_path: Path, kind: str) -> None:
     steps = 20 + STEPS_OF_A_FAULT * FAULTS
     path = run_file(tmp_path, kind, steps)
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    apart("train", path, f"folder={alone}", deadline=600).succeeds()
+    apart("train", path, f"folder={alone}", deadline=3000).succeeds()
 
     chooser = random.Random(20261128)
     run = Attacked(path, killed, tmp_path / "dataset of the killed", chooser)

@@ -101,7 +101,7 @@ class NodeAgent:
         self._say_last = say if say_last is None else logged(say_last)
         self._records = RunRecords(context, observers, say)
         self._notice_source = make_notice_source(context.config.cluster)
-        self._prediction = load_prediction_watch(context.config.cluster.prediction, context.node)
+        self._prediction = load_prediction_watch(context.config.cluster, context.node)
         self._is_exiting_at_once = False  # exit at once, wait for nothing
         self._exit_code = 1  # the exit code known so far
         self._cleanup_timer: threading.Timer | None = None
@@ -193,7 +193,8 @@ class NodeAgent:
             watches.append(asyncio.create_task(lacked))
         if self._prediction is not None:
             check = self._parts.shutdown_controller.check_prediction
-            watches.append(asyncio.create_task(check_prediction_forever(self._prediction, check)))
+            answers = check_prediction_forever(self._prediction, check, self._say)
+            watches.append(asyncio.create_task(answers))
         self._run_task = asyncio.create_task(self._take_part_in_run())
         self._catch_signals()
         watch = NoticePoller(

@@ -105,12 +105,14 @@ async def report_minority_forever(
 
 
 async def check_prediction_forever(
-    watch: PredictionWatch, check: Callable[[PredictionWatch], None]
+    watch: PredictionWatch, check: Callable[[PredictionWatch], None], say: Say
 ) -> None:
-    """Ask the predictor again and again; never ends."""
+    """Ask the predictor and this node's signals again and again; never ends."""
     while True:
-        await asyncio.sleep(watch.check_interval_s)
+        if untold := await asyncio.to_thread(watch.read_signals):
+            say(f"cluster.signals: nothing on this node tells {' or '.join(untold)}")
         check(watch)
+        await asyncio.sleep(watch.check_interval_s)
 
 
 async def check_save_forever(interval_s: float, check: Callable[[], None]) -> None:

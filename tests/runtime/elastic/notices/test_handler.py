@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
 from holdfast.elastic.notices.prediction import PredictionWatch, load_prediction_watch
 from holdfast.elastic.protocol.notice_messages import Notice
@@ -238,9 +239,57 @@ def test_false_alarms_switch_it_off() -> None:
 
 
 def test_a_file_that_is_no_fit_is_refused(tmp_path: Path) -> None:
-    assert load_prediction_watch("", "a") is None
+    def load(path: str) -> PredictionWatch | None:
+        return load_prediction_watch(ClusterConfig(prediction=path), "a")
+
+    assert load("") is None
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_prediction_watch(str(tmp_path / "none.json"), "a")
+        load(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match="no fit"):
-        load_prediction_watch(str(tmp_path / "bad.json"), "a")
+        load(str(tmp_path / "bad.json"))
+
+
+SMI = """\
+index, name, ecc.errors.uncorrected.volatile.total, clocks_throttle_reasons.hw_thermal_slowdown, \
+clocks_throttle_reasons.hw_power_brake_slowdown
+0, NVIDIA H100 80GB HBM3, {}, {}, Not Active
+1, NVIDIA H100 80GB HBM3, 0, Not Active, [N/A]
+"""
+
+
+def test_signals_of_this_node_raise_alarms_and_their_record_scales_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def read(errors: int, heat: str) -> list[str]:
+        (tmp_path / "answer").write_text(SMI.format(errors, heat))
+        return watch.read_signals()
+
+    cluster = ClusterConfig(signals=("memory_errors", "temperature"))
+    watch = load_prediction_watch(cluster, "a")
+    assert watch is not None
+    watch.observe_nodes({"a", "b"}, 0.0)
+    assert read(7, "Not Active") == []
+    assert watch.check(1.0, PRICES) is None, "these errors were there before"
+    assert read(8, "Not Active") == []
+    alarm = watch.check(2.0, PRICES)
+    assert alarm is not None
+    assert alarm.reason.startswith("its memory has new uncorrected errors; lost within 600 s")
+    assert read(8, "Not Active") == []
+    assert watch.check(700.0, PRICES) is None, "the horizon is over, and no error is new"
+    read(8, "Active")
+    hot = watch.check(701.0, PRICES)
+    assert hot is not None
+    assert "hot" in hot.reason
+    assert "(0 of 1 alarms came true)" in hot.reason
+
+    tool.unlink()
+    watch = load_prediction_watch(ClusterConfig(signals=("power",)), "a")
+    assert watch is not None
+    assert watch.read_signals() == ["power"]
+    assert watch.read_signals() == [], "it is said once"
