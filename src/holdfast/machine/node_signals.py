@@ -27,6 +27,6 @@ def read_signals(edac: Path = _EDAC) -> SignalReading:
 
 
 def _any(states: Iterable[bool | None]) -> bool | None:
-    """True if one is; None if none is told."""
+    """True if one is; None if nothing tells it."""
     told: Sequence[bool] = [state for state in states if state is not None]
     return any(told) if told else None
