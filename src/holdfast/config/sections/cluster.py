@@ -66,7 +66,7 @@ class ClusterConfig(Section):
     lost, its workers move to free places of other nodes. If there are none, its part of each
     snapshot goes to peers"""
     signals: tuple[Literal["memory_errors", "temperature", "power"], ...] = ()
-    """what each node reads of itself to act before it is lost: a new uncorrected memory error, a
+    """what each node reads of itself to act before a loss: a new uncorrected memory error, a
     device that is too hot, a power brake"""
     left_exit_code: int = Field(0, ge=0, le=255)
     """exit code of a node that is asked to leave before the last step. Some owners of machines
