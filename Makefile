@@ -75,7 +75,7 @@ quickstart: $(VENV)/.installed
 # Side by side: mypy keeps one processor busy, and tests wait.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory -j 2 lint pytest || \
-	  { echo; echo "not green; make lint says:"; $(MAKE) --no-print-directory lint; exit 2; }
+	  { echo; echo "make test failed. Once more, what lint says:"; $(MAKE) --no-print-directory lint; exit 2; }
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

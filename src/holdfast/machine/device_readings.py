@@ -29,8 +29,6 @@ class DeviceReading:
     power_w: float | None = None
     temperature_c: float | None = None  # degrees Celsius
     uncorrected_errors: float | None = None  # of the memory (ECC), since the driver was loaded
-    is_hot: bool | None = None  # it slows down because of heat
-    is_braked: bool | None = None  # the machine asks it for less power at once
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,7 @@ _QUERY = {
     "temperature_c": [("temperature.gpu", 1.0)],
 }
 _ECC = "ecc.errors.uncorrected.volatile.total"
-_HOT, _BRAKE = (f"clocks_throttle_reasons.hw_{why}_slowdown" for why in ("thermal", "power_brake"))
-_NVIDIA = {
-    **_QUERY,
-    "uncorrected_errors": [(_ECC, 1.0)],
-    "is_hot": [(_HOT, 1.0)],
-    "is_braked": [(_BRAKE, 1.0)],
-}
-_STATES = {"Active": True, "Not Active": False}
+_NVIDIA = {**_QUERY, "uncorrected_errors": [(_ECC, 1.0)]}
 _ROCM = {
     "index": [("device", 1.0)],
     "name": [("Card Series", 1.0), ("Card series", 1.0), ("Card SKU", 1.0)],
@@ -114,16 +105,9 @@ def parse_readings(
             for field in ("index", "name")
         }
         numbers = {
-            field: _number(cells, names)
-            for field, names in columns.items()
-            if field not in texts and not field.startswith("is_")
+            field: _number(cells, names) for field, names in columns.items() if field not in texts
         }
-        hot, braked = (
-            _STATES.get(cells.get(columns[field][0][0], "").strip()) if field in columns else None
-            for field in ("is_hot", "is_braked")
-        )
-        index = texts["index"].removeprefix("card")
-        found.append(DeviceReading(index, texts["name"], **numbers, is_hot=hot, is_braked=braked))
+        found.append(DeviceReading(texts["index"].removeprefix("card"), texts["name"], **numbers))
     return found
 
 

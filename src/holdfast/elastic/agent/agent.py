@@ -193,8 +193,8 @@ class NodeAgent:
             watches.append(asyncio.create_task(lacked))
         if self._prediction is not None:
             check = self._parts.shutdown_controller.check_prediction
-            answers = check_prediction_forever(self._prediction, check, self._say)
-            watches.append(asyncio.create_task(answers))
+            checks = check_prediction_forever(self._prediction, check, self._say)
+            watches.append(asyncio.create_task(checks))
         self._run_task = asyncio.create_task(self._take_part_in_run())
         self._catch_signals()
         watch = NoticePoller(

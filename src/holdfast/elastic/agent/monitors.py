@@ -109,8 +109,8 @@ async def check_prediction_forever(
 ) -> None:
     """Ask the predictor and this node's signals again and again; never ends."""
     while True:
-        if untold := await asyncio.to_thread(watch.read_signals):
-            say(f"cluster.signals: nothing on this node tells {' or '.join(untold)}")
+        if missing := await asyncio.to_thread(watch.read_signals):
+            say(f"cluster.signals: this node cannot read {' or '.join(missing)}")
         check(watch)
         await asyncio.sleep(watch.check_interval_s)
 

@@ -101,7 +101,9 @@ class PredictionWatch:
         """Ask the predictor; return what is due now: a save of this node's part, or a move."""
         self.end_alarms(now_s)
         is_first = False
-        for name in sorted(self._nodes - set(self._alarms)):
+        for name in sorted(self._nodes):
+            if name in self._alarms and not self._is_worse(name):
+                continue
             if not (chance := self._chance(name, now_s)):
                 continue
             self._alarms[name] = self._open_alarm(name, chance, now_s)
@@ -121,13 +123,13 @@ class PredictionWatch:
         return DueResponse(mine.until_s - now_s, is_first, reason, is_move)
 
     def read_signals(self) -> list[str]:
-        """Read this node's signals, which may take seconds. Return those that nothing here tells,
-        at the first reading."""
+        """Read this node's signals, which may take seconds. The first time, return those that this
+        machine cannot read."""
         if self._signals is None:
             return []
         reading, is_first = read_signals(), not self._has_read
         self._signals, self._has_read = self._signals.update(reading), True
-        return reading.untold(self._signals.names) if is_first else []
+        return reading.missing(self._signals.names) if is_first else []
 
     def _chance(self, name: str, now_s: float) -> float:
         """By the predictor, from its threshold on, and of this node by its signals."""
@@ -139,6 +141,12 @@ class PredictionWatch:
         if name != self._node or self._signals is None:
             return fitted
         return either(fitted, self._signals.verdict.chance)
+
+    def _is_worse(self, name: str) -> bool:
+        """Whether this node's signals say more than its open alarm does."""
+        if name != self._node or self._signals is None or self.has_moved:
+            return False
+        return self._signals.verdict.chance > self._alarms[name].chance
 
     def _open_alarm(self, name: str, chance: float, now_s: float) -> _Alarm:
         reason = ""

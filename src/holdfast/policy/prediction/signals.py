@@ -1,17 +1,17 @@
 """What a node reads of itself, and the chance that it is lost soon. Pure.
 
-A signal is a rule, not a fit: public traces of losses have no such readings. So its chance is an
-assumption, which the record of the run's alarms scales (`response.py`).
+A signal is a rule, not a fit: the traces of losses that the fits are made from have no such
+readings. So its chance is an assumption. The record of the run's alarms scales it (`response.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 DEFAULT_HORIZON_S = 600.0
-"""Seconds for which a signal's chance is, without a fitted predictor."""
+"""Seconds that the chance of a signal is for, if the run has no fitted predictor."""
 CHANCES: Mapping[str, float] = {"memory_errors": 0.8, "temperature": 0.2, "power": 0.2}
 """By signal: the chance that the node is lost within the horizon."""
 REASONS: Mapping[str, str] = {
@@ -23,16 +23,15 @@ REASONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class SignalReading:
-    """One reading. None: nothing on this machine tells it."""
+    """One reading. None: this machine cannot read it."""
 
     memory_errors: float | None = None  # uncorrected errors of all memory, counted so far
     temperature: bool | None = None  # a device slows down because of heat
     power: bool | None = None  # a power brake is on
 
-    def untold(self, names: Sequence[str]) -> list[str]:
-        """Those of the signals that nothing here tells."""
-        told = {field.name for field in fields(self) if getattr(self, field.name) is not None}
-        return [name for name in names if name not in told]
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Those of the signals that this machine cannot read."""
+        return [name for name in names if getattr(self, name) is None]
 
 
 class SignalVerdict(NamedTuple):

@@ -251,23 +251,36 @@ def test_a_file_that_is_no_fit_is_refused(tmp_path: Path) -> None:
 
 
 SMI = """\
-index, name, ecc.errors.uncorrected.volatile.total, clocks_throttle_reasons.hw_thermal_slowdown, \
-clocks_throttle_reasons.hw_power_brake_slowdown
-0, NVIDIA H100 80GB HBM3, {}, {}, Not Active
-1, NVIDIA H100 80GB HBM3, 0, Not Active, [N/A]
+#!/bin/sh
+case "$*" in
+*clocks_event_reasons*) echo 'Field "clocks_event_reasons" is not a valid field' >&2; exit 2;;
+*clocks_throttle_reasons*) cat {0}/slow;;
+*) cat {0}/devices;;
+esac
+"""
+DEVICES = """\
+index, name, ecc.errors.uncorrected.volatile.total
+0, NVIDIA H100 80GB HBM3, {}
+1, NVIDIA H100 80GB HBM3, [N/A]
+"""
+SLOW = """\
+{}, Not Active
+Not Active, [N/A]
 """
 
 
 def test_signals_of_this_node_raise_alarms_and_their_record_scales_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The tool is an older one, which refuses a query with a name that it does not know."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    tool.write_text(SMI.format(tmp_path))
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def read(errors: int, heat: str) -> list[str]:
-        (tmp_path / "answer").write_text(SMI.format(errors, heat))
+        (tmp_path / "devices").write_text(DEVICES.format(errors))
+        (tmp_path / "slow").write_text(SLOW.format(heat))
         return watch.read_signals()
 
     cluster = ClusterConfig(signals=("memory_errors", "temperature"))
@@ -287,6 +300,12 @@ def test_signals_of_this_node_raise_alarms_and_their_record_scales_them(
     assert hot is not None
     assert "hot" in hot.reason
     assert "(0 of 1 alarms came true)" in hot.reason
+
+    read(9, "Active")
+    worse = watch.check(702.0, PRICES)
+    assert worse is not None
+    assert worse.is_first, "an open alarm of a smaller chance does not hide a new one"
+    assert worse.reason.startswith("its memory has new uncorrected errors and a device")
 
     tool.unlink()
     watch = load_prediction_watch(ClusterConfig(signals=("power",)), "a")
