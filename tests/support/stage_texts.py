@@ -5,7 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 
-WORDS = ["the", "of", "and", "to", "that", "have", "with", "be", "river", "stone", "market", "garden", "winter", "letter", "window", "captain", "harbour", "village", "teacher", "science", "morning", "evening", "question", "answer", "history", "machine", "mountain", "forest", "summer", "painter", "doctor", "kitchen", "library", "journey", "engine", "signal", "bridge", "island", "farmer"]
+_VOCABULARY = (
+    "the of and to that have with be river stone market garden winter letter window captain "
+    "harbour village teacher science morning evening question answer history machine mountain "
+    "forest summer painter doctor kitchen library journey engine signal bridge island farmer"
+)
+WORDS = tuple(_VOCABULARY.split(" "))
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
@@ -106,7 +111,8 @@ def _us_ssn(rng: random.Random) -> str:
 
 
 def _ipv4(rng: random.Random) -> str:
-    return f"{rng.choice((8, 23, 52, 81, 93, 185))}.{_digits(rng, 2).lstrip('0') or '7'}.{rng.randint(0, 255)}.{rng.randint(1, 254)}"
+    first, second = rng.choice((8, 23, 52, 81, 93, 185)), rng.randint(1, 99)
+    return f"{first}.{second}.{rng.randint(0, 255)}.{rng.randint(1, 254)}"
 
 
 def _ipv6(rng: random.Random) -> str:

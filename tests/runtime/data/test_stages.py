@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.stage_rules import PERSONAL_ITEMS, RULES
 from holdfast.config.sections.stages import StageConfig
 from holdfast.data.filters.chain import Chain
@@ -25,6 +33,7 @@ from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
 from tests.runtime.data.test_prepare import documents
 from tests.support.corpus import data_config, make, tree
+from tests.support.processes import children_of
 from tests.support.stage_texts import jaccard, near_copy, page, personal_item
 
 GOPHER = {"kind": "gopher"}
@@ -79,9 +88,7 @@ RULE_BREAKERS = {
     ("fineweb", "line_punctuation"): page(1, 60).replace(".", ""),
     ("fineweb", "short_lines"): page(1, 3) + "\nA short line." * 9,
     ("fineweb", "repeated_lines"): page(1) + "\n" + page(1).split("\n")[0],
-    ("fineweb", "line_breaks"): "\n".join(
-        f"{w}{i} with some." for i, w in enumerate(page(1).split())
-    ),
+    ("fineweb", "line_breaks"): "\n".join(f"{w}{i} with." for i, w in enumerate(page(1).split())),
 }
 
 
@@ -103,7 +110,7 @@ def test_c4_removes_lines_and_counts_them() -> None:
     text = page(1) + "\nno end\nUse javascript to read that page.\nSo that is it [12] to be read."
     outcome = chain({"kind": "c4"}).judge(text)
     assert outcome.text == page(1) + "\nSo that is it  to be read."
-    assert dict((what, n) for _, what, n in outcome.edits) == {
+    assert {what: n for _, what, n in outcome.edits} == {
         "citation": 1,
         "end_punctuation": 1,
         "javascript": 1,
@@ -131,7 +138,8 @@ def test_planted_personal_data_is_found() -> None:
         kind = PERSONAL_ITEMS[number % len(PERSONAL_ITEMS)]
         item = personal_item(kind, rng)
         before, after = page(number, 3), page(number + 5000, 3)
-        text = f"{before} {rng.choice(('Write to', 'See', 'It is', 'at:'))} {item}{rng.choice((' ', '. ', ', '))}{after}"
+        lead, end = rng.choice(("Write to", "See", "It is", "at:")), rng.choice((" ", ". ", ", "))
+        text = f"{before} {lead} {item}{end}{after}"
         outcome = stage.judge(text)
         secret = item.split("://")[-1].split("@")[0] if kind == "url_credentials" else item
         planted[kind] += 1
@@ -257,15 +265,81 @@ def test_a_changed_list_of_what_was_left_out_is_found(tmp_path: Path) -> None:
     assert find_problems(dataset) == [f"{path}: its bytes are not what was written"]
 
 
-def test_processes_and_the_order_of_files_change_neither_bytes_nor_survivors(
-    tmp_path: Path,
+SETTINGS: dict[str, Any] = {"stages": STAGES, "shard_tokens": 20_000}
+
+
+def test_units_and_the_order_of_files_change_neither_bytes_nor_survivors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = corpus(tmp_path / "in", 1600)
-    one = make(data_config(tmp_path / "one", *sources, stages=STAGES))
-    three = make(data_config(tmp_path / "three", *sources, stages=STAGES, processes=3))
-    assert tree(one.folder) == tree(three.folder)
-    turned = make(data_config(tmp_path / "turned", *sources[::-1], stages=STAGES))
+    sources = corpus(tmp_path / "in", 150)
+    one = make(data_config(tmp_path / "one", *sources, **SETTINGS))
+    monkeypatch.setattr("holdfast.data.read.sources.UNIT_BYTES", 1 << 14)
+    many = make(data_config(tmp_path / "many", *sources, **SETTINGS, processes=3))
+    assert tree(one.folder) == tree(many.folder)
+    turned = make(data_config(tmp_path / "turned", *sources[::-1], **SETTINGS))
     assert sorted(all_texts(turned)) == sorted(all_texts(one))
+
+
+CHILD = """
+import sys
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.read import sources
+sources.UNIT_BYTES = 1 << 14
+prepare_dataset(
+    DataConfig.model_validate_json(sys.argv[1]),
+    say=lambda text: print(text, flush=True),
+    progress=lambda what, done, total: print(what, done, total, flush=True),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "kills", [5, pytest.param(int(os.environ.get("HOLDFAST_KILLS", "300")), marks=pytest.mark.slow)]
+)
+def test_kills_and_other_numbers_of_workers_change_no_byte(tmp_path: Path, kills: int) -> None:
+    """Random SIGKILLs of the preparation, or of one of its processes, 1 to 5 processes in turn."""
+    sources = corpus(tmp_path / "in", 150)
+    expected = tree(make(data_config(tmp_path / "one", *sources, **SETTINGS)).folder)
+    rng = random.Random(kills)
+    done = number = 0
+    while done < kills:
+        number += 1
+        out = tmp_path / f"out{number}"
+        while True:
+            config = data_config(out, *sources, **SETTINGS, processes=rng.randint(1, 5))
+            if not _killed(config, rng.randint(1, 40), is_worker=rng.random() < 0.3):
+                break
+            done += 1
+        assert tree(out) == expected
+        shutil.rmtree(out)
+
+
+def _killed(config: DataConfig, lines: int, *, is_worker: bool) -> bool:
+    """Prepare, and kill after some lines. Return False if the preparation ended before."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, config.model_dump_json()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for _ in range(lines):
+            if not child.stdout.readline():
+                break
+        else:
+            workers = children_of(child.pid, "holdfast.data.stages.task_pool")
+            with suppress(psutil.NoSuchProcess):
+                (workers[0] if is_worker and workers else child).kill()
+        child.stdout.read()
+        errors = child.stderr.read()
+    if child.returncode == 0:
+        return False
+    was_killed = child.returncode == -signal.SIGKILL or "a preparing process ended with" in errors
+    assert was_killed, errors
+    return True
 
 
 def test_the_version_follows_input_code_and_parameters(
@@ -327,5 +401,5 @@ def test_a_dataset_of_other_stages_is_refused_and_of_other_code_is_said(
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:
     source = lines_file(tmp_path / "notes.jsonl", ["one", "two"])
-    with pytest.raises(DataError, match="2 by data.stages"):
+    with pytest.raises(DataError, match=re.escape("2 by data.stages")):
         make(data_config(tmp_path / "out", source, stages=[GOPHER]))

@@ -187,7 +187,9 @@ _ITEMS = {
         _is_public,
     ),
     "ipv4": _Item(
-        (".",), re.compile(rf"(?<![\w.-])(?:{_OCTET}\.){{3}}{_OCTET}(?![\w-]|\.\d)"), _is_public
+        (".",),
+        re.compile(rf"(?<![\w.-])(?<!ersion )(?:{_OCTET}\.){{3}}{_OCTET}(?![\w-]|\.\d)"),
+        _is_public,
     ),
     "phone": _Item(
         ("+", "-", ".", " ", "("),
