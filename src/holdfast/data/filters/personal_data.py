@@ -134,13 +134,9 @@ class _Item:
     is_real: Callable[[str], bool] = _is_any
 
 
-_KEY = (
-    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bglpat-[\w-]{20,}"
-    r"|\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}\b"
-    r"|\bAIza[\w-]{35}|\bhf_[A-Za-z0-9]{30,}\b|\b[sr]k_live_[A-Za-z0-9]{20,}\b"
-)
 _HEX = r"[0-9A-Fa-f]"
-_OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+# Each expression begins with a set of characters, which Python's search skips to. What stands
+# before an item is looked at after that.
 _ITEMS = {
     "private_key": _Item(
         ("PRIVATE KEY",),
@@ -149,54 +145,69 @@ _ITEMS = {
         ),
     ),
     "api_key": _Item(
-        ("AKIA", "ASIA", "gh", "glpat", "sk-", "xox", "AIza", "hf_", "k_live_"), re.compile(_KEY)
+        (
+            *("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "glpat-", "sk-"),
+            *("xox", "hf_", "k_live_"),
+        ),
+        re.compile(
+            r"[Aghrsx](?<!\w.)(?:(?<=A)(?:KI|SI)A[A-Z0-9]{16}\b|(?<=A)Iza[\w-]{35}"
+            r"|(?<=g)h[pousr]_[A-Za-z0-9]{36,}\b|(?<=g)lpat-[\w-]{20,}"
+            r"|(?<=s)k-(?:proj-|ant-)?[A-Za-z0-9_-]{20,}|(?<=x)ox[abprs]-[A-Za-z0-9-]{10,}\b"
+            r"|(?<=h)f_[A-Za-z0-9]{30,}\b|(?<=[sr])k_live_[A-Za-z0-9]{20,}\b)"
+        ),
     ),
     "url_credentials": _Item(("://",), re.compile(r"(?<=://)[^\s/:@\"'<>]+:[^\s/@\"'<>]+(?=@)")),
     "email": _Item(
         ("@",),
         re.compile(
-            r"(?<![\w.+%-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.)+"
+            r"[A-Za-z0-9](?<![\w.+%-].)[\w.+%-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.)+"
             r"[A-Za-z]{2,24}(?![\w-]|\.\w)"
         ),
         _is_email,
     ),
     "iban": _Item(
-        ("",), re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"), is_iban
+        ("",),
+        re.compile(r"[A-Z](?<!\w.)[A-Z]\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"),
+        is_iban,
     ),
     "crypto_address": _Item(
         ("0x", "bc1", "1", "3"),
         re.compile(
-            rf"\b0x{_HEX}{{40}}\b|\bbc1[02-9ac-hj-np-z]{{25,71}}\b"
-            rf"|(?<![\w/+=])[13][{_BASE58}]{{25,34}}(?![\w/+=])"
+            rf"[0b13](?<![\w/+=].)(?:(?<=0)x{_HEX}{{40}}\b|(?<=b)c1[02-9ac-hj-np-z]{{25,71}}\b"
+            rf"|(?<=[13])[{_BASE58}]{{25,34}}(?![\w/+=]))"
         ),
         _is_bitcoin,
     ),
     "payment_card": _Item(
-        ("",), re.compile(r"(?<![\w.+-])\d(?:[ -]?\d){12,18}(?![\w-]|\.\d)"), _is_card
+        ("",), re.compile(r"\d(?<![\w.+-].)(?:[ -]?\d){12,18}(?![\w-]|\.\d)"), _is_card
     ),
     "us_ssn": _Item(
-        ("-", " "), re.compile(r"(?<![\w.-])\d{3}([- ])\d{2}\1\d{4}(?![\w-]|\.\d)"), _is_ssn
+        ("-", " "), re.compile(r"\d(?<![\w.-].)\d\d([- ])\d{2}\1\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
     "mac_address": _Item(
         (":", "-"),
-        re.compile(rf"(?<![\w:.-]){_HEX}{{2}}([:-])(?:{_HEX}{{2}}\1){{4}}{_HEX}{{2}}(?![\w:-])"),
+        re.compile(rf"{_HEX}(?<![\w:.-].){_HEX}([:-])(?:{_HEX}{{2}}\1){{4}}{_HEX}{{2}}(?![\w:-])"),
     ),
     "ipv6": _Item(
         (":",),
-        re.compile(rf"(?<![\w:.])(?:{_HEX}{{1,4}}:+){{2,7}}(?:{_HEX}{{1,4}})?(?![\w:])"),
+        re.compile(
+            rf"{_HEX}(?<![\w:.].){_HEX}{{0,3}}:+(?:{_HEX}{{1,4}}:+){{1,6}}(?:{_HEX}{{1,4}})?"
+            r"(?![\w:])"
+        ),
         _is_public,
     ),
     "ipv4": _Item(
         (".",),
-        re.compile(rf"(?<![\w.-])(?<!ersion )(?:{_OCTET}\.){{3}}{_OCTET}(?![\w-]|\.\d)"),
+        re.compile(r"\d(?<![\w.-].)(?<!ersion .)\d{0,2}(?:\.\d{1,3}){3}(?![\w-]|\.\d)"),
         _is_public,
     ),
     "phone": _Item(
         ("+", "-", ".", " ", "("),
         re.compile(
-            r"(?<![\w+])\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d(?:[ .-]?\d){6,11}(?!\w|[-.]\d)"
-            r"|(?<![\w+.-])(?:\(\d{3}\) ?|\d{3}[-.])\d{3}[-.]\d{4}(?!\w|[-.]\d)"
-            r"|(?<![\w+.-])0\d{2,4}[ -/]\d{3,4}[ -]?\d{3,5}(?!\w|[-.]\d)"
+            r"[+(\d](?<![\w+.-].)(?:"
+            r"(?<=\+)[1-9]\d{0,2}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d(?:[ .-]?\d){6,11}"
+            r"|(?<=\()\d{3}\) ?\d{3}[-.]\d{4}|(?<=\d)\d{2}[-.]\d{3}[-.]\d{4}"
+            r"|(?<=0)\d{2,4}[ /-]\d{3,4}[ -]?\d{3,5})(?!\w|[-.]\d)"
         ),
         _is_phone,
     ),
