@@ -35,7 +35,7 @@ ROLES = ("worker", "worker", "mover", "fork server", "agent")
 MODULES = {"mover": "holdfast.checkpoint.mover.main"}
 MODULES |= {"fork server": "holdfast.elastic.worker.fork_server"}
 DEADLINE = 240.0  # seconds for a step on a busy machine
-STEPS_OF_A_FAULT = 64  # a quiet machine does most of them while a lost process comes back
+STEPS_OF_A_FAULT = 110  # a quiet machine does most of them while a lost process comes back
 RUN_FILE = """\
 name: preferred
 folder: {root}/run
@@ -116,7 +116,11 @@ class Attacked:
 
     def wait_for_step(self, step: int) -> bool:
         """Until the step is done, or the run has ended."""
-        wait_until(lambda: self.is_over() or self.newest_step() >= step, DEADLINE, f"step {step}")
+        wait_until(
+            lambda: self.is_over() or self.newest_step() >= step,
+            DEADLINE,
+            lambda: self.describe(f"step {step}"),
+        )
         return not self.is_over()
 
     def kill(self, role: str) -> None:
@@ -127,12 +131,27 @@ class Attacked:
             self.counts[role] += 1
             self.start()
             return
-        wait_until(lambda: self.is_over() or self.processes(role), DEADLINE, f"a {role}")
+        wait_until(
+            lambda: self.is_over() or self.processes(role),
+            DEADLINE,
+            lambda: self.describe(f"a {role}"),
+        )
         if not (there := self.processes(role)):
             return  # the run has ended
         with suppress(psutil.NoSuchProcess):
             self.chooser.choice(there).send_signal(signal.SIGKILL)
             self.counts[role] += 1
+
+    def describe(self, what: str) -> str:
+        """What the test waited for, the processes, and the newest events of the run."""
+        lines = [what, f"faults: {dict(self.counts)}, replicas: {self.replicas}"]
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                lines.append(f"{child.pid} {child.ppid()} {child.status()} {child.cmdline()}")
+        lines += [str(event) for event in list(self.events())[-30:]]
+        self.process.kill()
+        lines += [text[-4000:] for text in self.process.communicate()]
+        return "\n".join(lines)
 
     def processes(self, role: str) -> list[psutil.Process]:
         """Those of a role that is no agent; workers are children of the fork server."""
