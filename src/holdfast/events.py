@@ -496,9 +496,9 @@ class BudgetReached(Event, kind="budget_reached", absent_if_empty={"command"}):
         unit = "US dollars" if self.limit == "max_cost" else "node-hours"
         if self.action == "raised":
             return f"budget.{self.limit} is now {self.most:g} {unit}"
-        used = f"{self.used:.4g} of {self.most:g} {unit} are used (budget.{self.limit})"
         if self.action == "stopped":
-            return f"{used}: the run saves and stops"
+            return ""  # the stop itself has the reason
+        used = f"{self.used:.4g} of {self.most:g} {unit} are used (budget.{self.limit})"
         if self.command:
             return f"{used}. To let the run continue beyond that: {self.command} NUMBER"
         return f"{used}{': the run continues' if self.action == 'passed' else ''}"

@@ -11,7 +11,7 @@ from holdfast.policy.spending import HOUR_S, Spent
 LIMITS = {"max_cost": "usd", "max_node_hours": "node_hours"}
 """Key of the section `budget` -> what it limits of `Spent`."""
 STEPS_AHEAD = 2
-"""Steps that are still computed after the word to stop: one is under way when a step is told, and
+"""Steps that are computed after a decision to stop. One is under way when a step is reported, and
 the vote of the next one carries the wish."""
 
 
@@ -55,7 +55,7 @@ def budget_use(
 
 
 def effective_limits(budget: BudgetConfig, raises: Mapping[str, float]) -> dict[str, float]:
-    """Return the limits of a run: the run file's, or a larger one that somebody has given it."""
+    """Return the limits of a run: the run file's, or a larger one that it was given later."""
     given = {name: getattr(budget, name) for name in LIMITS}
     return {
         name: max(most, raises.get(name, 0.0)) for name, most in given.items() if most is not None

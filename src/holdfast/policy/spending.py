@@ -1,8 +1,8 @@
 """Node-hours and dollars of a run, from its journal, and what a budget makes of them. Pure.
 
 The agent that leads writes which nodes are there, and what an hour of each costs (`NodesPresent`).
-A node counts from then on, or from the session's start if it was there at the first word, until it
-is gone or the session ends. Time between two sessions is nobody's.
+A node counts from then on, until it is no longer there or the session ends. Nodes of a session's
+first such event count from the session's start. Time between two sessions does not count.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NodeStay:
 
 @dataclass(frozen=True)
 class Spent:
-    """usd: of the nodes whose price is known. unpriced_hours: of the others."""
+    """usd: of the nodes whose price is known. unpriced_hours: of all other nodes."""
 
     node_hours: float = 0.0
     usd: float = 0.0

@@ -17,7 +17,7 @@ PREFIX = "budget/"
 
 
 def read_raises(store: RunStore) -> dict[str, float]:
-    """Return limit -> the largest value that anybody gave it. Raises what the run store raises."""
+    """Return limit -> the largest value that it was given. Raises what the run store raises."""
     found: dict[str, float] = {}
     for key in store.list(PREFIX):
         for name, value in parse_json(store.get(key)).items():
