@@ -134,7 +134,7 @@ class Nodes:
         return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
     def assert_same_run(self, undisturbed: dict[int, float], rel: float = 0.0) -> None:
-        """Each step once, with the losses of an undisturbed run to this relative difference, each
+        """Each step once, with the losses of an undisturbed run to this relative difference. Each
         sample once, and each second of each rank in one class."""
         assert self.losses() == pytest.approx(undisturbed, rel=rel, abs=0.0), self.story()
         audit = within("data", "audit", self.outside).succeeds()

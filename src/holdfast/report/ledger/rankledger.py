@@ -62,7 +62,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where the time of every rank went, up to some moment."""
+    """The time of every rank by class, up to some moment."""
 
     parts: tuple[_Part, ...] = ()
     ranks: int = 0  # the largest world size so far
