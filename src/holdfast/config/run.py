@@ -47,8 +47,8 @@ class RunConfig(Section):
     """the run and the step that this run continues, as `holdfast branch` writes them; empty: it
     begins at step 0"""
     tags: InPlace[dict[str, str]] = Field(default_factory=dict)
-    """words of your own, as team: search; `holdfast runs` finds runs by them, and `holdfast cost`
-    splits by them ([cost.md](../guide/cost.md))"""
+    """words of your own, as team: search; `holdfast runs` finds runs by them
+    ([cost.md](../guide/cost.md))"""
     seed: Never[int] = Field(1, ge=0, lt=2**63)
     """seed of the initial weights and of the order of samples"""
     device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = "auto"
