@@ -44,7 +44,9 @@ def parse_tags(given: Sequence[str] | None) -> dict[str, str]:
         key, equal, value = word.partition("=")
         if not (key and equal):
             raise ConfigError(
-                f"{word!r} is not KEY=VALUE", where="--tag", remedy="write as --tag team=search"
+                f"{word!r} is not KEY=VALUE",
+                where="--tag",
+                remedy="write a key, =, and the value that the run has",
             )
         found[key] = value
     return found
