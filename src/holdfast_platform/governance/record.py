@@ -1,6 +1,8 @@
 """The record of a model: a file of lines, each of which has the hash of the line before it.
 
-    record/record.jsonl    one entry a line: data, training, evaluation, approval, export
+    record/record.jsonl    one entry a line: data, training, evaluation, approval, export, and
+                           attestation, whose evidence lies in record/evidence-*
+    record/statement.json  an in-toto statement of it
     record.sig             the signature of the folder `record`, by model-signing
 
 A line is only added. Each has a number, a time, a kind, a body, and `previous`: the SHA-256 of the
@@ -22,7 +24,7 @@ from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
 
 FOLDER, FILE, SIGNATURE = "record", "record.jsonl", "record.sig"
-KINDS = ("data", "training", "evaluation", "approval", "export")
+KINDS = ("data", "training", "evaluation", "approval", "export", "attestation")
 BEGIN = "0" * 64
 """`previous` of the first line."""
 
