@@ -22,6 +22,7 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
+from holdfast_platform.registry.registry import sha256_of
 
 FOLDER, FILE, SIGNATURE = "record", "record.jsonl", "record.sig"
 KINDS = ("data", "training", "evaluation", "approval", "export", "attestation")
@@ -116,14 +117,8 @@ def append(folder: Path, kind: str, body: Mapping[str, Any], now: float | None =
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """Return path -> SHA-256 of each file below a folder."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(
-                    file, "sha256"
-                ).hexdigest()
-    return found
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def changed_names(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Sequence[str]:

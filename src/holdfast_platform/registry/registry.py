@@ -173,7 +173,5 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
-    digest = hashlib.sha256()
-    for piece in _pieces(path):
-        digest.update(piece)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
