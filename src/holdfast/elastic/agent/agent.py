@@ -180,6 +180,8 @@ class NodeAgent:
         ]
         check_save = self._parts.shutdown_controller.check_save
         watches.append(asyncio.create_task(check_save_forever(beat, check_save)))
+        spending = self._records.spending.check_forever(beat, self._records.event_log.now)
+        watches.append(asyncio.create_task(spending))
         if self._context.single_node_term is None:
             emit = self._records.progress.emit_once_begun
             spares = report_spares_forever(cluster.beat_seconds, self._parts.spares, emit)
@@ -365,8 +367,8 @@ class NodeResult:
         if short:
             return CannotGoOnError.exit_code
         is_left = result.exit_code == 0 and result.is_resumable
-        if is_left and (rule := self.parts.shutdown_controller.ended_by) is not None:
-            return CannotGoOnError.exit_code if rule.is_failure else 0
+        if is_left and (code := self.parts.shutdown_controller.ended_code) is not None:
+            return code
         return self._left_code if is_left else result.exit_code
 
     @property
