@@ -1,4 +1,4 @@
-"""`holdfast observe RUN --serve`: the metrics of a run from its journal, and where its agents are.
+"""`holdfast observe RUN --serve HOST:PORT`: a run's metrics from its journal, and its agents.
 
 Prometheus asks it for `/metrics` and, by HTTP discovery, for `/targets`. It outlives the agents. So
 a run that ended well and one whose machines are all lost look different, which no agent could show.

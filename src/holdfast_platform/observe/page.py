@@ -19,8 +19,9 @@ All of this comes from two catalogues in the code: `report/live/catalogue.py` an
 
 ## Metrics
 
-Each has the label `run_id`, the run's name. Agents show them at `/metrics`. Only `holdfast observe
---serve` shows those that are from `observer`, and only nodes with accelerators those from `device`.
+Each has the label `run_id`, the run's name. Agents show them at `/metrics`. Only the observer
+(`holdfast observe RUN --serve HOST:PORT`) shows those from `observer`, and only nodes with
+accelerators those from `device`.
 """
 _SOURCES = {"run": "", "device": "device", "observer": "observer"}
 

@@ -81,8 +81,8 @@ def _alert_rule(alert: Alert, runbooks: str, scale: float) -> dict[str, Any]:
 
 
 def prometheus_config(observer: str, alertmanager: str, scale: float = 1.0) -> dict[str, Any]:
-    """Return Prometheus's configuration. observer: host:port of `holdfast observe --serve`, which
-    has the run's metrics and names the agents."""
+    """Return Prometheus's configuration. observer: address of the observer, which has the run's
+    metrics and names the agents."""
     interval = format_window(EVALUATE_EVERY_S * scale)
     return {
         "global": {"scrape_interval": interval, "evaluation_interval": interval}

@@ -32,7 +32,7 @@ class MetricSpec:
     meaning: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Label -> its values. (): they come from the run. Otherwise a counter begins at 0 for each."""
-    source: Source = "run"  # observer: of `holdfast observe --serve` alone
+    source: Source = "run"  # observer: of `holdfast observe RUN --serve HOST:PORT` alone
 
     @property
     def full_name(self) -> str:
