@@ -30,6 +30,7 @@ from holdfast.config.sections.lora import NF4, NF4_BLOCK, LoraConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.config.sections.observe import ObserveConfig
 from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.rollout import RolloutConfig
@@ -69,6 +70,7 @@ class RunConfig(Section):
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
+    observe: InPlace[ObserveConfig] = ObserveConfig()
     evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
     governance: InPlace[GovernanceConfig] = GovernanceConfig()
     budget: InPlace[BudgetConfig] = BudgetConfig()

@@ -11,6 +11,7 @@ COMMANDS = commands_of(
     broker="launch runs for a platform with the Open Service Broker API",
     cloud="show prices, choose a mix, write jobs for managed services",
     cluster="bring up a Ray or Slurm of your own on this machine",
+    observe="write rules, routes and boards for Prometheus, and serve a run's metrics",
     host="run programs of a controller on this machine",
     search="try values of a run file's keys with Optuna, and name the best",
     pipeline="run stages from data to an exported model, each once for its inputs",

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.elastic.agent.event_loop import Pulse, run_to_end
-from holdfast.elastic.agent.health import HealthApplication
+from holdfast.elastic.agent.health import STALLED_AFTER_TIMEOUTS, HealthApplication
 from holdfast.elastic.agent.monitors import (
     check_prediction_forever,
     check_progress_forever,
@@ -64,9 +64,6 @@ from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.process_title import is_own_process, set_process_title
 from holdfast.wire.term import newest_generation
 
-STALLED_AFTER_TIMEOUTS = 2.0
-"""Multiples of `cluster.progress_seconds` without a step after which `/healthz` answers 503. The
-agent itself replaces a worker without progress after one."""
 CLEANUP_TIMEOUT_S = 60.0
 """Seconds for the clean-up of an agent whose run folder was unavailable at the end. A disk that
 does not answer may block a thread for ever."""
