@@ -160,7 +160,7 @@ class StagePreparation:
     def _counts(self, plan: SourcePlan) -> tuple[Counter[Rule], Counter[Rule]]:
         """Return the documents that (stage, rule) left out, and what (stage, rule) changed."""
         removed, edits = Counter[Rule](), Counter[Rule]()
-        for unit in plan.units:
+        for unit in plan.units if self else ():
             staged = self._units[unit.index]
             times = np.bincount(staged.reasons, minlength=len(staged.names) + 1)[1:]
             removed.update(dict(zip(staged.names, times.tolist(), strict=True)))
