@@ -20,6 +20,7 @@ from holdfast.wire.term import newest_term
 from tests.support.commands import apart, start, within, write_run_file
 from tests.support.journal_reader import Journal
 from tests.support.processes import children_of
+from tests.support.rank_times import assert_time_adds_up
 from tests.support.ranks import DEADLINE_S, wait_until
 
 E = TypeVar("E", bound=Event)
@@ -133,11 +134,12 @@ class Nodes:
         return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
     def assert_same_run(self, undisturbed: dict[int, float], rel: float = 0.0) -> None:
-        """Each step once, with the losses of an undisturbed run to this relative difference, and
-        each sample once."""
+        """Each step once, with the losses of an undisturbed run to this relative difference. Each
+        sample once, and each second of each rank in one class."""
         assert self.losses() == pytest.approx(undisturbed, rel=rel, abs=0.0), self.story()
         audit = within("data", "audit", self.outside).succeeds()
         assert "none missing, none twice" in audit.out
+        assert_time_adds_up(self.records())
 
     def nodes(self, generation: int) -> set[str]:
         """Return the nodes of a generation. The set is empty until they are written, even if a step

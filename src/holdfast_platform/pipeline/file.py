@@ -15,24 +15,23 @@ import typer
 from holdfast.borders import Border
 from holdfast.cli.table import all_commands
 from holdfast.config.loading.fields import as_path, field_at
-from holdfast.config.loading.load import load_config, read_text
+from holdfast.config.loading.load import load_config
 from holdfast.config.loading.paths import expand_path
-from holdfast.config.loading.yaml_tree import parse_file
+from holdfast.config.loading.section_file import read_values
 from holdfast.errors import ConfigError, use_one_of
 from holdfast_platform.pipeline.stages import (
     COMMAND,
     KINDS,
     OWN,
     REFERENCE,
-    RESERVED,
     Kind,
     Stage,
     is_holdfast,
-    kind_of_set_key,
+    kinds_of_set_key,
     overrides,
 )
 from holdfast_platform.registry.gate import read_rules
-from holdfast_platform.search.file import read_search, read_values
+from holdfast_platform.search.file import RESERVED, read_search
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
 EXPANDED = ("model.from", "lora.from")  # keys that loading replaces
@@ -192,7 +191,7 @@ def _check_set(name: str, values: dict[str, Any], where: str) -> None:
             remedy = "see the keys with: holdfast config schema"
             raise _refusal(f"stage {name} sets {key}, and no run file has it", where, remedy)
     if "from" in values:
-        text, _ = parse_file(read_text(Path(values["run"])), values["run"])
+        text, _ = read_values(Path(values["run"]))
         has_adapters = isinstance(text, dict) and bool(text.get("lora"))
         values["from_key"] = "lora.from" if has_adapters else "model.from"
 
@@ -214,11 +213,6 @@ def _check_references(stage: Stage, stages: Mapping[str, Stage]) -> None:
                     what = f"{name} of stage {stage.name} {takes}, and ${{{other}.{result}}} is a"
                     remedy = "name a stage that makes it" if wanted else "write a value"
                     raise _refusal(f"{what} {found}", stage.where, remedy)
-
-
-def kinds_of_set_key(key: str) -> tuple[Kind, ...]:
-    kind = kind_of_set_key(key)
-    return () if kind is None else (kind,)
 
 
 def _kind_of(stage: Stage, other: str, result: str, stages: Mapping[str, Stage]) -> Kind:
@@ -271,7 +265,7 @@ def check_run_file(stage: Stage, paths: Mapping[tuple[str, str], str]) -> None:
     if "run" not in KINDS[stage.kind].files:
         return
     given = {**stage.values.get("set", {}), "model.from": stage.values.get("from")}
-    models = (value for key, value in given.items() if kind_of_set_key(key) is Kind.MODEL)
+    models = (value for key, value in given.items() if Kind.MODEL in kinds_of_set_key(key))
     if not any(paths[each] == UNKNOWN for each in references(list(models))):
         words = fill(overrides(stage), lambda other, result: paths[other, result])
         load_config(Path(stage.values["run"]), words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,6 +37,12 @@ def ledger_of(records: list[Record]) -> TimeLedger:
     for record in records:
         ledger.observe(record)
         assert sum(ledger.totals().values()) == pytest.approx(ledger.wall, abs=1e-6)
+    spans = ledger.spans()
+    assert all(one.stop == pytest.approx(other.start) for one, other in pairwise(spans))
+    for name, seconds in ledger.totals().items():
+        of_spans = sum(span.seconds.get(name, 0.0) for span in spans)
+        assert of_spans == pytest.approx(seconds, abs=1e-6)
+        assert min(span.seconds.get(name, 0.0) for span in spans) >= 0.0
     return ledger
 
 

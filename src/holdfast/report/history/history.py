@@ -41,7 +41,7 @@ from holdfast.report.ledger.metric_advice import MetricSummary, summarise_metric
 from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.planned import Morph, PlanBook, PlanComparison
-from holdfast.report.ledger.timeledger import TimeLedger
+from holdfast.report.ledger.rankledger import RankLedger, RankTimes
 from holdfast.report.ledger.transfers import TransferSum, add_transfers
 from holdfast.wire import journal
 from holdfast.wire.store.run_store import RunStore
@@ -183,6 +183,7 @@ class History:
     completions: tuple[CompletionsShown, ...] = ()  # examples, by step
     tasks: tuple[TaskEvaluated, ...] = ()  # by task and step
     roles_lost: tuple[RoleExited, ...] = ()  # processes of actors and scorers
+    ranks: RankTimes = field(default_factory=RankTimes)
 
     @property
     def lost_tokens(self) -> int:
@@ -239,6 +240,12 @@ class History:
         """The same, over the time in which something ran."""
         up = self.wall - self.time["stopped"]
         return self.time["productive"] / up if up > 0 else 0.0
+
+    @property
+    def goodput_fleet(self) -> float:
+        """Useful rank-seconds / all rank-seconds, of places without a worker too."""
+        totals = self.ranks.fleet_totals()
+        return totals["productive"] / (sum(totals.values()) or 1.0)
 
     @property
     def best_evaluation(self) -> EvaluationPoint | None:
@@ -318,7 +325,7 @@ def rung_prices(history: History) -> dict[int, float]:
 
 @dataclass
 class _HistoryBuilder:
-    ledger: TimeLedger = field(default_factory=TimeLedger)
+    ranks: RankLedger = field(default_factory=RankLedger)
     exchanges: ExchangeBook = field(default_factory=ExchangeBook)
     book: IncidentBook = field(default_factory=IncidentBook)
     started: RunStarted | None = None
@@ -342,9 +349,9 @@ class _HistoryBuilder:
     roles_lost: list[RoleExited] = field(default_factory=list)
 
     def observe(self, record: Record, counts: bool) -> None:
-        before = self.ledger.wall
-        self.ledger.observe(record)
-        elapsed = self.ledger.wall
+        before = self.ranks.time.wall
+        self.ranks.observe(record)
+        elapsed = self.ranks.time.wall
         self.book.observe(record, elapsed)
         self.plan.observe(record)
         event = record.event
@@ -474,7 +481,7 @@ class _HistoryBuilder:
         return tuple(sorted(rows, key=lambda row: (row.step, row.generation)))
 
     def history(self) -> History:
-        wall = self.ledger.wall
+        wall = self.ranks.time.wall
         if self.sessions and self.sessions[-1].ended == "running":
             self._end_session(wall, "running", "")
         steps = list[StepPoint]()
@@ -497,7 +504,7 @@ class _HistoryBuilder:
             tuple(self.book.incidents),
             self._rows(),
             tuple(self.notices),
-            self.ledger.totals(),
+            self.ranks.time.totals(),
             wall,
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
             branch=self.branch,
@@ -513,4 +520,5 @@ class _HistoryBuilder:
             completions=tuple(self.completions[s] for s in sorted(self.completions)),
             tasks=tuple(self.tasks[key] for key in sorted(self.tasks)),
             roles_lost=tuple(self.roles_lost),
+            ranks=self.ranks.times(),
         )

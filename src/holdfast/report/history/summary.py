@@ -23,7 +23,8 @@ def summary(
 ) -> dict[str, Any]:
     """Totals, incidents, checkpoints, where the time went; with `curve` every step too.
 
-    Seconds, bytes, nats per token; keys of `seconds_by_class` add up to `wall_seconds`.
+    Seconds, bytes, nats per token. Keys of `seconds_by_class` add up to `wall_seconds`, and so do
+    those of each rank in `seconds_by_rank`.
     """
     last, best = (history.evaluations[-1] if history.evaluations else None), history.best_evaluation
     out: dict[str, Any] = {
@@ -47,6 +48,9 @@ def summary(
         "seconds_by_class": history.time,
         "goodput": history.goodput,
         "goodput_running": history.goodput_running,
+        "seconds_by_rank": {str(rank): s for rank, s in history.ranks.totals().items()},
+        "rank_seconds_of_fleet": history.ranks.fleet_totals(),
+        "goodput_fleet": history.goodput_fleet,
         "sessions": [asdict(s) for s in history.sessions],
         "generations": [asdict(g) | {"nodes": list(g.nodes)} for g in history.generations],
         "incidents": [_incident(each) for each in history.incidents],

@@ -14,12 +14,17 @@ agent's time.
 
 If a step is repeated after a restart, all of its time moves from its classes to "rework". The
 classes follow Google's ml-goodput taxonomy, with exposed communication as one of its own.
+
+A closed stretch, gap or pause is a `Span`. The spans follow each other without a hole, so their
+seconds add up to the wall time too. `rankledger.py` gives each rank its part of them.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from holdfast.events import (
     CheckpointCommitted,
@@ -54,11 +59,30 @@ _WIDTH = len(_COLUMNS)
 _ENDS = (RunStopped, RunFinished, RunFailed)
 
 
+@dataclass(frozen=True)
+class Span:
+    """A stretch, gap or pause of the run."""
+
+    start: float  # seconds since the first RunStarted
+    stop: float
+    seconds: Mapping[str, float]  # by class; they add up to stop - start
+
+
+@dataclass
+class _ClosedSpan:
+    """A span whose time may still become rework."""
+
+    start: float
+    seconds: dict[str, float]
+    first_row: int  # of its steps; those up to the next span's first row
+
+
 class TimeLedger:
     """Feed it every record with `observe`; read `totals()`, `wall`, `goodput` at any moment."""
 
     def __init__(self) -> None:
         self._closed = dict.fromkeys(CLASSES, 0.0)  # everything before the open stretch or gap
+        self._spans: list[_ClosedSpan] = []  # the same by span; they end where the next one starts
         self._now = 0.0
         self._mark = 0.0  # time up to which `_closed` accounts
         self._session = False
@@ -107,6 +131,13 @@ class TimeLedger:
                 out[name] += seconds
         return out
 
+    def spans(self) -> list[Span]:
+        """The spans so far, in order; the open one ends now. Their seconds add up to `wall`."""
+        spans = [(span.start, span.seconds) for span in self._spans]
+        if self._session:
+            spans.append((sum(self._closed.values()), self._open(self._now)))
+        return [Span(start, start + sum(parts.values()), parts) for start, parts in spans]
+
     # --- feeding ----------------------------------------------------------------------------
     def observe(self, record: Record) -> None:
         event = record.event
@@ -146,23 +177,43 @@ class TimeLedger:
             self._open_gap("recovery", self._last_claim)
             # A generation begins from the state after `step`: what counted beyond it is rework.
             keep = bisect_right(self._steps, event.step)
-            for column, name in enumerate(_COLUMNS):
-                lost = sum(self._rows[keep * _WIDTH + column :: _WIDTH])
-                # Sums in two orders differ in the last digit: nothing falls below zero by that.
-                lost = max(0.0, min(lost, self._closed[name]))
-                self._closed[name] -= lost
-                self._closed["rework"] += lost
+            self._count_rework(keep)
             del self._rows[keep * _WIDTH :], self._steps[keep:]
             self._stretch_row = keep
         elif isinstance(event, _ENDS):
             self._end_session()
+
+    def _count_rework(self, keep: int) -> None:
+        """Move the time of the steps from row `keep` on, which are to be done again."""
+        end = len(self._steps)
+        for span in reversed(self._spans):
+            first = max(keep, span.first_row)
+            for column, name in enumerate(_COLUMNS):
+                lost = sum(self._rows[first * _WIDTH + column : end * _WIDTH : _WIDTH])
+                # Sums in two orders differ in the last digit: nothing falls below zero by that.
+                lost = max(0.0, min(lost, span.seconds[name], self._closed[name]))
+                for seconds in (span.seconds, self._closed):
+                    seconds[name] -= lost
+                    seconds["rework"] += lost
+            end, span.first_row = min(end, span.first_row), min(keep, span.first_row)
+            if end <= keep:
+                return
+
+    def _book(self, seconds: Mapping[str, float], first_row: int) -> None:
+        """Add a span that begins where the last one ended."""
+        start = sum(self._closed.values())
+        complete = dict.fromkeys(CLASSES, 0.0) | dict(seconds)
+        self._spans.append(_ClosedSpan(start, complete, first_row))
+        for name, value in seconds.items():
+            self._closed[name] += value
 
     def _start_session(self, record: Record) -> None:
         if self._session:
             self._end_session()  # the session before ended without a word
         if self._now:
             # Another machine's clock may be behind; a pause is never negative.
-            self._closed["stopped"] += max(0.0, record.time - self._now)
+            pause = max(0.0, record.time - self._now)
+            self._book({"stopped": pause}, len(self._steps))
         self._now = self._mark = self._last_claim = record.time
         self._session = True
         self._gap, self._gap_evaluation = "startup", 0.0
@@ -192,8 +243,7 @@ class TimeLedger:
         claims = _claimed_seconds(event)
         scale = _scale(sum(claims), max(0.0, self._now - self._mark))
         claims = [seconds * scale for seconds in claims]
-        for name, seconds in zip(_COLUMNS, claims, strict=True):
-            self._closed[name] += seconds
+        self._book(dict(zip(_COLUMNS, claims, strict=True)), len(self._steps))
         self._mark += sum(claims)
         self._add_row(event.step, claims, open_stretch=False)
 
@@ -226,8 +276,7 @@ class TimeLedger:
         if self._gap is None:
             claimed = sum(self._claims) + self._last_save + self._evaluation
             scale = _scale(claimed, max(0.0, until - self._mark))
-        for name, seconds in self._open(until).items():
-            self._closed[name] += seconds
+        self._book(self._open(until), self._stretch_row)
         if self._gap is None and scale < 1.0:
             rows = self._rows[self._stretch_row * _WIDTH :]
             self._rows[self._stretch_row * _WIDTH :] = array("d", [x * scale for x in rows])

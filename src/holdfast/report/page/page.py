@@ -255,10 +255,16 @@ def _quality_tile(history: History, baselines: Mapping[str, float]) -> tuple[str
 
 def _goodput_note(history: History) -> str:
     again = history.time["rework"] + history.time["recovery"]
+    note = "Every second of the run stands in one class; the classes add up to the wall time."
+    if idle := history.ranks.fleet_totals()["idle"]:
+        note += (
+            f" Of all ranks together, {format_duration(idle)} were idle, so the goodput of the "
+            f"fleet is {format_percent(history.goodput_fleet)}."
+        )
     if not history.breaks:
-        return "Every second of the run stands in one class; the classes add up to the wall time."
+        return note
     return (
-        "Every second stands in one class; the classes add up to the wall time. What broke cost "
+        f"{note} What broke cost "
         f"{format_duration(again)}: {format_duration(history.time['recovery'])} of recovery and "
         f"{format_duration(history.time['rework'])} of steps done again."
     )
