@@ -1,7 +1,7 @@
 """Rows of stored tensors as tensors of their own: fused matrices taken apart without a copy.
 
-torchtitan's `wqkv` is a list of groups, one for each key and value head. A group has the rows of its
-query heads, then of the key, then of the value.
+torchtitan's `wqkv` is a list of groups, one for each key and value head. A group has the rows of
+its query heads, then of the key, then of the value.
 """
 
 from __future__ import annotations
