@@ -153,6 +153,8 @@ test-verl: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/holdfast config schema --markdown > docs/reference/run-file.md
+	$(BIN)/python -c 'from holdfast_platform.observe.page import page; print(page(), end="")' \
+	  > docs/reference/metrics.md
 
 # The site needs no torch: it reads the sources.
 docs-site: $(VENV)-docs/.installed

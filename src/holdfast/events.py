@@ -61,7 +61,7 @@ class Record:
 
 
 # --- the run's life -------------------------------------------------------------------------
-class RunStarted(Event, kind="run_started", absent_if_empty={"plan"}):
+class RunStarted(Event, kind="run_started", absent_if_empty={"plan", "tags"}):
     """An agent opened the run folder; `resumed` when it had been opened before."""
 
     run: str
@@ -69,6 +69,7 @@ class RunStarted(Event, kind="run_started", absent_if_empty={"plan"}):
     dataset_version: str
     resumed: bool = False
     plan: str = ""  # where a planned layout came from; "" if the run file gives it
+    tags: dict[str, str] = field(default_factory=dict)  # whom the session's cost belongs to
 
 
 class RunBranched(Event, kind="run_branched"):
@@ -473,6 +474,36 @@ class SparesChanged(Event, kind="spares_changed"):
     """The coordinator has other spares than before."""
 
     nodes: list[str]  # that have joined and have no place in the generation
+
+
+class NodesPresent(Event, kind="nodes_present"):
+    """The nodes that are in the run, spares too, and the price of each (`policy.spending`). The
+    coordinator's agent writes it when a generation starts, and when the nodes have changed."""
+
+    nodes: dict[str, dict[str, Any]]
+
+
+class BudgetReached(Event, kind="budget_reached", absent_if_empty={"command"}):
+    """A limit of the section `budget` is near, is passed, stops the run, or was raised."""
+
+    action: str  # near, passed, stopped, raised
+    limit: str  # max_cost (US dollars) or max_node_hours
+    used: float
+    most: float
+    command: str = ""  # that raises it, if the run asks for that; a number follows
+
+    @property
+    def text(self) -> str:
+        """What to tell the user."""
+        unit = "US dollars" if self.limit == "max_cost" else "node-hours"
+        if self.action == "raised":
+            return f"budget.{self.limit} is now {self.most:g} {unit}"
+        if self.action == "stopped":
+            return ""  # the stop itself has the reason
+        used = f"{self.used:.4g} of {self.most:g} {unit} are used (budget.{self.limit})"
+        if self.command:
+            return f"{used}. To let the run continue beyond that: {self.command} NUMBER"
+        return f"{used}{': the run continues' if self.action == 'passed' else ''}"
 
 
 class MajorityLacked(Event, kind="majority_lacked"):

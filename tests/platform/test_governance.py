@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast_platform.governance.record import SIGNATURE, record_path
+from holdfast_platform.governance.attestation import attest
+from holdfast_platform.governance.record import SIGNATURE, read_record, record_path
 from tests.platform.test_replay import change_events
 from tests.runtime.cli.conftest import Trained, trained
 from tests.support.commands import within
 
 __all__ = ["trained"]
+QUOTE = shlex.quote("import sys; print('evidence for', sys.argv[1])")
 
 
 @pytest.fixture
@@ -29,9 +33,9 @@ def recorded(trained: Trained, tmp_path: Path) -> Path:
     export.mkdir()
     (export / "model.safetensors").write_bytes(b"weights")
     words = ("--licence", "text=CC0-1.0", "--approve", "Ann", "--export", export, "--json")
-    done = within("audit", "record", run, *words).succeeds()
-    kinds = ["data", "training", "evaluation", "approval", "export"]
-    assert json.loads(done.out)["added"] == kinds
+    done = within("audit", "record", run, *words, "--attest", f"{sys.executable} -c {QUOTE}")
+    kinds = ["data", "training", "evaluation", "approval", "export", "attestation"]
+    assert json.loads(done.succeeds().out)["added"] == kinds
     assert json.loads(within("audit", "record", run, "--json").succeeds().out)["added"] == []
     return run
 
@@ -83,6 +87,28 @@ def change_the_export(run: Path) -> None:
     (run.parent / "export" / "model.safetensors").write_bytes(b"other weights")
 
 
+def evidence_of(run: Path) -> Path:
+    (path,) = (run / "record").glob("evidence-*")
+    return path
+
+
+def change_the_evidence(run: Path) -> None:
+    evidence_of(run).write_bytes(b"other evidence")
+
+
+def lose_the_evidence(run: Path) -> None:
+    evidence_of(run).unlink()
+
+
+def attest_to_another_hash(run: Path) -> None:
+    rewrite(run, lambda entries: entries[5]["body"].update(digest="0" * 64))
+
+
+def change_the_statement(run: Path) -> None:
+    path = run / "record/statement.json"
+    path.write_text(path.read_text().replace("CC0-1.0", "MIT"))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -93,6 +119,10 @@ def change_the_export(run: Path) -> None:
         (lose_a_step, "step 4: missing in the journal"),
         (edit_a_loss, "step 5: the journal is not what was recorded"),
         (change_the_export, "model.safetensors is not the recorded file"),
+        (change_the_evidence, "is not the recorded evidence"),
+        (lose_the_evidence, "is not here"),
+        (attest_to_another_hash, "the evidence of line 6 is for another hash"),
+        (change_the_statement, "statement.json does not say what the record says"),
     ],
 )
 def test_each_change_is_named(recorded: Path, change: Callable[[Path], None], said: str) -> None:
@@ -116,6 +146,58 @@ def test_a_source_without_a_licence_and_a_broken_record_are_refused(
     assert "- Source text: CC0-1.0" in card.read_text()
     remove_a_line(recorded)
     within("audit", "record", recorded, "--approve", "B").refuses("a line is missing")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("no-such-program", "cannot start"),
+        ("false", "ended with exit code 1"),
+        ("true", "has 0 bytes"),
+        ("'", "cannot start"),
+    ],
+)
+def test_a_hook_that_gives_no_evidence_is_refused(recorded: Path, command: str, said: str) -> None:
+    before = record_path(recorded).read_bytes()
+    within("audit", "record", recorded, "--attest", command).refuses(said)
+    assert record_path(recorded).read_bytes() == before
+
+
+def test_a_function_attests_to_the_hash_of_the_record(recorded: Path) -> None:
+    head = read_record(recorded).head
+    entry = attest(recorded, lambda digest: digest[::-1].encode())
+    assert (entry.previous, entry.body["digest"]) == (head, head)
+    evidence = recorded / "record" / entry.body["evidence"]
+    assert evidence.read_text() == head[::-1]
+
+
+ACCEPTS = """
+import json, sys
+from google.protobuf import json_format
+from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
+from in_toto_attestation.v1 import statement_pb2
+from in_toto_attestation.v1.statement import Statement
+text = open(sys.argv[1]).read()
+Statement.copy_from_pb(json_format.Parse(text, statement_pb2.Statement())).validate()
+found = json_format.ParseDict(json.loads(text)["predicate"], Provenance())
+print(found.build_definition.resolved_dependencies[0].annotations["licences"]["text"])
+"""
+
+
+@pytest.mark.slow
+def test_the_real_library_accepts_the_statement(recorded: Path) -> None:
+    """HOLDFAST_IN_TOTO_PYTHON names an interpreter that has in-toto-attestation."""
+    if (python := os.environ.get("HOLDFAST_IN_TOTO_PYTHON")) is None:
+        pytest.skip("HOLDFAST_IN_TOTO_PYTHON names no interpreter with in-toto-attestation")
+    path = recorded / "record/statement.json"
+    words = [python, "-c", ACCEPTS, str(path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "CC0-1.0\n"), done.stderr
+    subjects = {each["name"] for each in json.loads(path.read_text())["subject"]}
+    assert {"record/record.jsonl", "export/model.safetensors"} <= subjects
+    path.write_text(path.read_text().replace("in-toto.io/Statement/v1", "in-toto.io/Statement/v9"))
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert "Wrong statement type" in done.stderr
 
 
 def test_signing_without_its_library_is_refused(

@@ -21,7 +21,7 @@ import holdfast
 from holdfast_platform.pipeline.file import KEYS
 from holdfast_platform.pipeline.stages import KINDS
 from tests.support.borders import unknown_entries
-from tests.support.commands import apart, here, start, write_run_file
+from tests.support.commands import WORDS, apart, here, start, write_run_file
 
 KILLS = int(os.environ.get("HOLDFAST_PIPELINE_KILLS", "4"))
 DEADLINE_S = 600.0
@@ -30,6 +30,7 @@ import json, os, sys
 total = sum(os.path.getsize(os.path.join(d, f)) for d, _, fs in os.walk(sys.argv[1]) for f in fs)
 json.dump({"bytes": total}, open(sys.argv[2], "w"))
 """
+SEARCH = {"run": "run.yaml", "trials": 2, "set": {"train.steps": 6, "layout.workers": 1}}
 STAGES: dict[str, Any] = {
     "final": {"kind": "export", "run": "${tuned.run}"},
     "data": {"kind": "prepare", "run": "run.yaml"},
@@ -49,6 +50,16 @@ STAGES: dict[str, Any] = {
         "outputs": {"size": "report"},
     },
 }
+EVERY_KIND = STAGES | {
+    "best": {"kind": "search", "search": "search.yaml"},
+    "scores": {"kind": "evaluate", "model": "${best.run}", "tasks": ["rows.jsonl"]},
+    "promoted": {
+        "kind": "gate",
+        "model": "${final.model}",
+        "registry": "models",
+        "rules": "gate.yaml",
+    },
+}
 
 
 def write_pipeline(root: Path, stages: dict[str, Any], **keys: Any) -> Path:
@@ -58,6 +69,11 @@ def write_pipeline(root: Path, stages: dict[str, Any], **keys: Any) -> Path:
         del run["model"], run["data"]["tokenizer"]
         (root / "tune.yaml").write_text(yaml.safe_dump(run))
         (root / "count.py").write_text(COUNT)
+        space = {"train.optimizer.learning_rate": [1e-3, 1e-2]}
+        (root / "search.yaml").write_text(json.dumps({**SEARCH, "space": space}))
+        (root / "gate.yaml").write_text("tasks: [{path: rows.jsonl}]")
+        rows = [{"text": " ".join(WORDS[n : n + 6])} for n in range(len(WORDS) - 6)]
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = root / "pipeline.yaml"
     path.write_text(json.dumps({"folder": "stages", **keys, "stages": stages}, indent=1))
     return path
@@ -277,9 +293,10 @@ def test_kills_at_random_moments_leave_the_artefacts_as_they_are(
 ) -> None:
     """The pipeline, agents, workers and movers are killed. The other folder has the same paths'
     lengths but another name, so equal digests also show that no path gets into an artefact."""
-    calm = write_pipeline(tmp_path / "calm", STAGES)
+    pytest.importorskip("optuna", reason="pip install 'holdfast[search]'")
+    calm = write_pipeline(tmp_path / "calm", EVERY_KIND)
     apart("pipeline", "run", calm, deadline=DEADLINE_S).succeeds()
-    hard = write_pipeline(tmp_path / "hard", STAGES)
+    hard = write_pipeline(tmp_path / "hard", EVERY_KIND)
     seed = int(os.environ.get("HOLDFAST_PIPELINE_SEED", "1"))
     killed = run_with_kills(hard, KILLS, random.Random(seed))
     assert len(killed) == KILLS, killed

@@ -25,7 +25,6 @@ from holdfast.launch.run.runs import run_folder_of
 from holdfast.launch.start.begin import BegunRun, Start, begin_run, finished_step
 from holdfast.launch.start.facts import Facts, Screen
 from holdfast.launch.start.machine import plan_for_machine
-from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.machine.hardware import detect_hardware
 from holdfast.wire.store.run_location import store_of_run
 
@@ -88,7 +87,6 @@ def start(
         loaded = load_config(run_file, overrides)
         facts = Facts(detect_hardware(), os.environ, place)
         loaded = plan_for_machine(loaded, facts)
-        refuse_other_regions(loaded)
         facts = facts.of_nodes(loaded)
         folder = run_folder_of(loaded.config)
         with crash_log_in(folder):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.api.journal_follower import JournalFollower
@@ -13,12 +14,15 @@ from holdfast.checkpoint.restore.catalog import origin_of_weights
 from holdfast.config.run import RunConfig
 from holdfast.core.devices import is_accelerator
 from holdfast.core.flops import run_flops_per_token
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.errors import UserError
 from holdfast.events import Record, to_json
 from holdfast.launch.run.lora_run import describe_first_weights
 from holdfast.machine.hardware import HardwareInfo
 from holdfast.report.live.background import BackgroundQueue
 from holdfast.report.live.live import LiveView
-from holdfast.report.live.metrics import DeviceMetrics, RunMetrics
+from holdfast.report.live.metrics import DeviceMetrics, RunFacts, RunMetrics
 from holdfast.wire import journal
 from holdfast.wire.store.run_location import store_of_run
 
@@ -52,7 +56,8 @@ class RunViews:
         model = config.task.name or config.model.preset or config.model.family
         info = {"model": model, "dataset": dataset_version}
         flops = run_flops_per_token(config)
-        metrics = RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak)
+        facts = replace(RunFacts.of(config), epoch_samples=_samples_of_pass(config))
+        metrics = RunMetrics(config.name, info, flops_per_token=flops, peak_flops=peak, facts=facts)
         replays: list[Callable[[list[Record]], None]] = [metrics.replay]
         self.render_metrics, self.seen_progress = metrics.render, metrics.newest_steps
         if is_accelerator(config.device):
@@ -108,6 +113,16 @@ class RunViews:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+
+def _samples_of_pass(config: RunConfig) -> int:
+    """Return the samples of one pass over the data; 0 if they are not known here."""
+    if config.has_own_data:
+        return config.task.samples
+    with suppress(UserError):  # a node that has not the dataset here
+        dataset = open_dataset(config.data.folder, config.data)
+        return sum(Batches(dataset, config.data, config.train, config.seed).order.sizes)
+    return 0
 
 
 class JsonLinePrinter:

@@ -36,6 +36,7 @@ from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.run_folder import refuse_in_use
 from holdfast.launch.run.runs import Run, open_run
 from holdfast.launch.run.sealing import seal_copies
+from holdfast.launch.start.regions import refuse_copy_elsewhere
 from holdfast.layout import AXES
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.show.output import print_json, print_table, say
@@ -277,6 +278,7 @@ def copy(
       holdfast checkpoint copy runs/quickstart 100 --to s3://bucket/quickstart
     """
     found = open_run(run)
+    refuse_copy_elsewhere(found.config.governance, to, "--to")
     target = _location(to, found)
     with explain_read_errors(found.place), StageProgress() as progress:
         key = find_commit_key(found.store, step)

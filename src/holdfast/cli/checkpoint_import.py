@@ -85,10 +85,12 @@ def import_(
     from holdfast.launch.start.data import prepare_and_check_dataset, refuse_other_tokenizer
     from holdfast.launch.start.facts import Facts, resolve
     from holdfast.launch.start.machine import plan_for_machine
+    from holdfast.launch.start.regions import refuse_other_regions
     from holdfast.machine.hardware import detect_hardware
 
     facts = Facts(detect_hardware())
     loaded = plan_for_machine(load_config(run_file, overrides or []), facts)
+    refuse_other_regions(loaded)
     refuse_task(loaded.config.task, COMMAND, is_file=True)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
     folder = require_folder(loaded)

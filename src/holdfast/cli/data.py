@@ -29,6 +29,7 @@ from holdfast.errors import ConfigError, DataError, RunFolderError, UserError
 from holdfast.events import RunBranched
 from holdfast.launch.run.runs import Run, named_path, open_run
 from holdfast.launch.run.task_run import ask_task
+from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.report.formatting import format_bytes, format_count
 from holdfast.show.output import print_json, print_table, say
 from holdfast.wire.journal import JournalContents, read_contents, read_journal
@@ -200,6 +201,7 @@ def audit(run: RunArgument, json: Json = False) -> int:
 def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> RunConfig:
     """Raises ConfigError for the run file of a task, which has data of its own."""
     loaded = load_config(run_file, overrides or [])
+    refuse_other_regions(loaded)
     if loaded.config.task.name:
         loaded = loaded.with_values(ask_task(loaded)).validated()
     config = loaded.config

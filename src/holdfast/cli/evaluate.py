@@ -39,7 +39,7 @@ def evaluate(
     shots: Annotated[
         int | None, typer.Option(min=0, help="worked examples before each row of such a task")
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="a file for all that is known")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="a file for all items")] = None,
     base: LoraBase = None,
     json: Json = False,
 ) -> None:
@@ -88,8 +88,9 @@ def evaluate(
     if names:
         done += evaluate_harness(model, names, include, shots, limit, say, results)
     found = [result.to_json() for result in done]
-    if to is not None:
-        write_text(to, json_text.dumps(found))
+    if to is not None:  # equal results give equal bytes
+        rows = [{k: v for k, v in each.items() if k != "seconds"} for each in found]
+        write_text(to, json_text.dumps(rows))
     if json:
         hidden = ("items", "replies")
         print_json([{k: v for k, v in each.items() if k not in hidden} for each in found])

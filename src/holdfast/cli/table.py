@@ -49,6 +49,7 @@ RUNTIME_COMMANDS = (
         "Look",
         config="show a run file with every value's origin; its schema",
         layout="show how a model is spread, and a pipeline's schedule",
+        dashboard="show runs in a browser while they train",
         status="show the nodes of a run, and how far it is",
         logs="print what the nodes of a launched run have printed",
         track="bring a run to W&B, MLflow, TensorBoard or CSV files",

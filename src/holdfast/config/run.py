@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 
 from holdfast.config.huggingface.convert import explain_no_architecture
 from holdfast.config.sections.base import Branch, InPlace, Never, Section
+from holdfast.config.sections.budget import BudgetConfig
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.config.sections.data import DataConfig
@@ -29,6 +30,7 @@ from holdfast.config.sections.lora import NF4, NF4_BLOCK, LoraConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
+from holdfast.config.sections.observe import ObserveConfig
 from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.rollout import RolloutConfig
@@ -45,6 +47,9 @@ class RunConfig(Section):
     branch_of: Never[str] = Field("", pattern=r"^([^@]+@[0-9]+)?$")
     """the run and the step that this run continues, as `holdfast branch` writes them; empty: it
     begins at step 0"""
+    tags: InPlace[dict[str, str]] = Field(default_factory=dict)
+    """words of your own, as team: search; `holdfast runs` finds runs by them
+    ([cost.md](../guide/cost.md))"""
     seed: Never[int] = Field(1, ge=0, lt=2**63)
     """seed of the initial weights and of the order of samples"""
     device: InPlace[Literal["auto", "cpu", "cuda", "xpu", "mps"]] = "auto"
@@ -65,8 +70,10 @@ class RunConfig(Section):
     cluster: InPlace[ClusterConfig] = ClusterConfig()
     launch: InPlace[LaunchConfig] = LaunchConfig()
     logging: InPlace[LoggingConfig] = LoggingConfig()
+    observe: InPlace[ObserveConfig] = ObserveConfig()
     evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
     governance: InPlace[GovernanceConfig] = GovernanceConfig()
+    budget: InPlace[BudgetConfig] = BudgetConfig()
 
     @field_validator("device", mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from holdfast.elastic.protocol.node_check import NodeMemory
 from holdfast.errors import HoldfastError, RunFolderError, StoreError, UserError
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.node_checks import AgentAnswer, ask_agents
+from holdfast.launch.run.node_checks import AgentAnswer, agent_addresses, ask_agents
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run, read_secret_files, run_folder_of
 from holdfast.layout import Topology, place_replicas
 from holdfast.machine.hardware import detect_hardware
@@ -88,7 +88,7 @@ def diagnose_run(folder: Path, watch: HolderWatch) -> RunDiagnosis:
     found.checks += checks
     if lives:
         known_secrets = [secret_of(looked.holder, secret) for secret in secrets or ()]
-        found.answers = ask_agents(_addresses(record, looked.holder), known_secrets)
+        found.answers = ask_agents(agent_addresses(record, looked.holder), known_secrets)
     found.nodes = () if record is None or record.topology is None else record.topology.nodes
     found.checks += [*check_nodes(record, found.answers), *check_links(found.answers)]
     losses = found.state.losses if found.state is not None and lives else {}
@@ -185,18 +185,6 @@ def _read_record(folder: Path) -> tuple[GenerationRecord | None, list[Check]]:
         where = generation_key(newest)
         remedy = "the next start makes a newer one"
         return None, [Check("membership", "weak", str(error), remedy, where)]
-
-
-def _addresses(
-    record: GenerationRecord | None, holder: Mapping[str, Any] | None
-) -> Mapping[str, str]:
-    """Return the published address of each agent, and of the one that leads."""
-    known = {} if record is None else dict(record.addresses)
-    holder = holder or {}
-    name, address = str(holder.get("node", "")), str(holder.get("address", ""))
-    if address and address not in known.values():
-        known[name if name not in known else f"{name} (leads)"] = address
-    return known
 
 
 def missing_node_checks(

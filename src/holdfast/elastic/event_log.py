@@ -73,6 +73,10 @@ class EventLog:
         # If another agent leads, it reports the starts. Readers drop a step that comes twice.
         self._duplicate_filter = DuplicateFilter(all_starts=False)
 
+    def now(self) -> float:
+        """The time that a record would get now, in seconds since 1970."""
+        return self._clock()
+
     def begin_generation(self, generation: int) -> None:
         """Take further events as those of `generation`; keep records that are not stored yet."""
         self._unflushed_writers = [

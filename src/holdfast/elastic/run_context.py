@@ -10,6 +10,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
 from holdfast.events import Event
 from holdfast.layout import Topology
+from holdfast.policy.spending import NodePrice
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import Term
@@ -39,7 +40,8 @@ class RunContext:
     the journal, from its topology and what says which nodes share cores. plan: where the layout of
     the run came from, likewise. before_joining: called in a thread once the node's mover and fork
     server run. The node joins when it returns. stop_cause: why the run's owner ends all nodes; ""
-    if it does not, or if that is not known. It reads the run folder, so call it in a thread."""
+    if it does not, or if that is not known. It reads the run folder, so call it in a thread.
+    price: of an hour of this node; None: nothing is known."""
 
     config: RunConfig
     store: RunStore
@@ -57,6 +59,7 @@ class RunContext:
     plan: str = ""
     before_joining: Callable[[], None] | None = None
     stop_cause: Callable[[], str] = lambda: ""
+    price: NodePrice | None = None
 
     @property
     def node_suffix(self) -> str:

@@ -34,6 +34,7 @@ from holdfast.elastic.run_context import RunContext
 from holdfast.errors import HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.launch.node.addresses import plan_addresses, uses_tls
 from holdfast.launch.node.node_name import default_node_name
+from holdfast.launch.node.node_price import node_price, refuse_spent_budget, refuse_unknown_price
 from holdfast.launch.node.process_limits import raise_open_files, refuse_low_limits
 from holdfast.launch.node.trackers import tracker_programs
 from holdfast.launch.owners.owner import stop_cause_of
@@ -48,6 +49,7 @@ from holdfast.plan.placing.interface import Planner
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.plan.placing.searched import SearchedPlanner, fixed_limits
 from holdfast.plan.placing.topology_cost import Fleet
+from holdfast.policy.spending import NodePrice
 from holdfast.report.formatting import format_bytes
 from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.http.tls import with_tls
@@ -93,6 +95,9 @@ def train_locally(
     node = config.cluster.node or default_node_name(os.environ)
     if config.cluster.node:
         check_node_name(node)
+    price = node_price(config, os.environ)
+    refuse_unknown_price(loaded, price)
+    refuse_spent_budget(loaded, store)
     secret = open_secret(folder, say=say)
     secret = with_tls(secret) if uses_tls(config) else secret
     hash_ = run_hash(folder, config)
@@ -113,6 +118,7 @@ def train_locally(
         plan=source_of_plan(loaded),
         before_joining=before_joining,
         stop_cause=stop_cause_of(folder),
+        price=None if price == NodePrice() else price,
     )
     views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
     views |= {"say_last": say_last, "seen_progress": seen_progress}

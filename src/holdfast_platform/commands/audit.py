@@ -81,6 +81,9 @@ def record(
     approve: Annotated[str, typer.Option("--approve", help="name of who approves the model")] = "",
     note: Annotated[str, typer.Option(help="a sentence about the approval")] = "",
     export: Annotated[Path | None, typer.Option(help="folder of an export of the model")] = None,
+    attest: Annotated[
+        str, typer.Option(help="command that gets the record's hash and prints evidence for it")
+    ] = "",
     key: Annotated[
         Path | None, typer.Option("--key", help="private key (PEM): sign the record with it")
     ] = None,
@@ -91,16 +94,20 @@ def record(
     Each call records the training as it is now: steps, a digest of each step's ledger and loss,
     configuration, code, checkpoint, and the newest validation. The first call needs a licence for
     each source of the data. A line of the record is only added, and has the hash of the line
-    before it.
+    before it. An in-toto statement of the record is written next to it.
 
     \b
     Example:
       holdfast audit record runs/quickstart --licence python-stdlib=PSF-2.0 --key key.pem
       holdfast audit record runs/quickstart --approve "A. Person" --export model --key key.pem
+      holdfast audit record runs/quickstart --attest "python quote.py"
     """
     from holdfast_platform.governance import facts
+    from holdfast_platform.governance.attestation import attest as add_evidence
+    from holdfast_platform.governance.attestation import by_command
     from holdfast_platform.governance.record import append, file_hashes, read_record, record_path
     from holdfast_platform.governance.signing import sign
+    from holdfast_platform.governance.statement import find_statement_problems, write_statement
 
     found = open_run(run)
     refuse_beside("no --approve", {"--note": note if not approve else ""})
@@ -123,6 +130,10 @@ def record(
         bodies.append(("export", {"folder": str(export.resolve()), "files": file_hashes(export)}))
     bodies = [(kind, body) for kind, body in bodies if before.last(kind) != body]
     entries = [append(found.folder, kind, body) for kind, body in bodies]
+    if attest:
+        entries.append(add_evidence(found.folder, by_command(attest)))
+    if entries or any(find_statement_problems(found.folder, read_record(found.folder))):
+        write_statement(found.folder)
     if key is not None:
         sign(found.folder, key)
     numbers = {"record": str(record_path(found.folder)), "added": [e.kind for e in entries]}

@@ -17,6 +17,7 @@ from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.load import load_config
 from holdfast.errors import UserError, use_one_of
 from holdfast.launch.run.runs import run_folder_of
+from holdfast.launch.start.regions import refuse_region
 from holdfast.plan.catalogue import CATALOGUE_FILE, MachineType, cheapest_first, load_catalogue
 from holdfast.report.formatting import format_duration
 from holdfast.show.output import print_json, print_table, say
@@ -177,6 +178,7 @@ def spec(
         if is_needed and not value:
             raise UserError(f"{service} needs {option}", where=option, remedy=f"add {option} VALUE")
     loaded = for_all_nodes(load_config(run_file, overrides or []), devices=count)
+    refuse_region(loaded.config.governance, region)
     request = launch_request(loaded, run_folder_of(loaded.config))
     refuse_folder(request, loaded.where("folder"))
     settings = ServiceSettings(

@@ -24,6 +24,7 @@ from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.launch.start.begin import Start, begin_run
 from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.regions import refuse_region
 from holdfast.plan.catalogue import CATALOGUE_FILE, MachineType, Offer, load_catalogue
 from holdfast.report.history.progress import RunProgress
 from holdfast.report.ledger.ordering import order_records
@@ -96,6 +97,7 @@ def follow(
     row = _row(catalogue, machine, service.region)
     given = [*(overrides or []), f"launch.nodes={nodes}"]
     loaded = for_all_nodes(load_config(run_file, given), devices=row.count)
+    refuse_region(loaded.config.governance, service.region)
     folder = run_folder_of(loaded.config)
     refuse_folder(launch_request(loaded, folder), loaded.where("folder"))
     watch = HolderWatch(folder, say)

@@ -19,6 +19,7 @@ from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.launch.start.begin import Start, begin_run
 from holdfast.launch.start.facts import Facts
+from holdfast.launch.start.regions import refuse_region
 from holdfast.show.output import print_table, say
 from holdfast.wire.secret import open_secret
 from holdfast.wire.secret_managers.aws import AwsService
@@ -75,6 +76,7 @@ def trials(
         raise UserError("--stop submits nothing", where="--each", remedy="leave one of them out")
     grid = _grid(each or [])
     if grid:
+        refuse_region(first.config.governance, region or os.environ.get("AWS_REGION", ""))
         refuse_folder(asked, first.where("folder"))
     settings = ServiceSettings(
         image, machine, "", count, region, role, spot=spot, hours=hours, secret=secret

@@ -27,13 +27,31 @@ Version = Annotated[str, typer.Argument(help="number of a version, or promoted")
 Rules = Annotated[Path, typer.Option("--gate", help="file of rules (docs/guide/evaluation.md)")]
 
 
-def open_registry(place: str) -> Registry:
-    """Open the registry at a folder, an address, or mlflow:NAME. Raises UserError."""
-    if not place.startswith("mlflow:"):
-        from holdfast.wire.store.location import open_store
-        from holdfast_platform.registry.registry import StoreRegistry
+def open_registry(place: str, may_be_new: bool = False) -> Registry:
+    """Open the registry at a folder, an address, or mlflow:NAME. Raises UserError, also if there is
+    none and it may not be new, or if a new one would lie among other files."""
+    from holdfast_platform.registry.registry import FOLDERS, RegistryError, StoreRegistry
 
-        return StoreRegistry(open_store(place))
+    if place.startswith("mlflow:"):
+        store, registry = None, _open_mlflow(place)
+    else:
+        from holdfast.wire.store.location import open_store
+
+        store = open_store(place)
+        registry = StoreRegistry(store)
+    if registry.state().versions:
+        return registry
+    if not may_be_new:
+        remedy = f"make one: holdfast registry add {place} RUN"
+        raise RegistryError("there is no registry", where=place, remedy=remedy)
+    keys = [] if store is None else store.list("")
+    if foreign := [key for key in keys if not key.startswith(FOLDERS)]:
+        what = f"this place has {foreign[0]}, which is no part of a registry"
+        raise RegistryError(what, where=place, remedy="name a new or empty folder")
+    return registry
+
+
+def _open_mlflow(place: str) -> Registry:
     if find_spec("mlflow") is None:
         raise ConfigError(
             "MLflow's registry needs mlflow, which is not installed",
@@ -54,15 +72,18 @@ def add(registry: Place, run: RunArgument, step: CheckpointStep = None, json: Js
       holdfast registry add models/qa runs/tuned
       holdfast registry add s3://bucket/qa exported-model
     """
-    kept = open_registry(registry)
     if is_model_folder(run):
         refuse_beside("the folder of a model", {"--step": step is not None})
+        kept = open_registry(registry, may_be_new=True)
         version, source = kept.add(run, {"folder": str(run.absolute())}), str(run)
     else:
         from holdfast.export.weights import with_checkpoint, write_folder
         from holdfast.launch.run.runs import open_run
+        from holdfast.launch.start.regions import refuse_copy_elsewhere
 
         found = open_run(run)
+        refuse_copy_elsewhere(found.config.governance, registry, "registry")
+        kept = open_registry(registry, may_be_new=True)
         tokenizer: Path | None = found.dataset_files / "tokenizer.json"
         tokenizer = tokenizer if tokenizer and tokenizer.is_file() else None
         with TemporaryDirectory() as folder:

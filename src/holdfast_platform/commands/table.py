@@ -11,9 +11,11 @@ COMMANDS = commands_of(
     broker="launch runs for a platform with the Open Service Broker API",
     cloud="show prices, choose a mix, write jobs for managed services",
     cluster="bring up a Ray or Slurm of your own on this machine",
+    observe="write rules, routes and boards for Prometheus, and serve a run's metrics",
     host="run programs of a controller on this machine",
     search="try values of a run file's keys with Optuna, and name the best",
     pipeline="run stages from data to an exported model, each once for its inputs",
+    runs="find runs by their tags, see what they cost, and raise a budget",
     registry="keep versions of a model, and promote the better ones",
     serve="answer requests of the OpenAI protocol with one or two models",
 ) + commands_of(

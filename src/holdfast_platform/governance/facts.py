@@ -19,7 +19,9 @@ from holdfast.events import BatchFed, Evaluated, Record, RunBranched, StepDone
 from holdfast.launch.run.runs import Run, read_environment
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import MissingKeyError
+from holdfast_platform.governance.attestation import find_evidence_problems
 from holdfast_platform.governance.record import ModelRecord, changed_names, file_hashes
+from holdfast_platform.governance.statement import find_statement_problems
 
 MAX_DIGESTS = 4096
 """Digests of steps in an entry; of a longer run each covers several steps."""
@@ -142,6 +144,8 @@ def _body_problems(run: Run, record: ModelRecord) -> Iterator[str]:
     for name in sorted(set(source_names(run)) - set(data["licences"])):
         yield f"licence: source {name} has none in the record"
     yield from _training_problems(run, training)
+    yield from find_evidence_problems(run.folder, record)
+    yield from find_statement_problems(run.folder, record)
     for export in record.all("export"):
         folder = Path(str(export["folder"]))
         if not folder.is_dir():

@@ -1,6 +1,8 @@
 """The record of a model: a file of lines, each of which has the hash of the line before it.
 
-    record/record.jsonl    one entry a line: data, training, evaluation, approval, export
+    record/record.jsonl    one entry a line: data, training, evaluation, approval, export, and
+                           attestation, whose evidence lies in record/evidence-*
+    record/statement.json  an in-toto statement of it
     record.sig             the signature of the folder `record`, by model-signing
 
 A line is only added. Each has a number, a time, a kind, a body, and `previous`: the SHA-256 of the
@@ -20,9 +22,10 @@ from typing import Any
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
+from holdfast_platform.registry.registry import sha256_of
 
 FOLDER, FILE, SIGNATURE = "record", "record.jsonl", "record.sig"
-KINDS = ("data", "training", "evaluation", "approval", "export")
+KINDS = ("data", "training", "evaluation", "approval", "export", "attestation")
 BEGIN = "0" * 64
 """`previous` of the first line."""
 
@@ -114,14 +117,8 @@ def append(folder: Path, kind: str, body: Mapping[str, Any], now: float | None =
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """Return path -> SHA-256 of each file below a folder."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(
-                    file, "sha256"
-                ).hexdigest()
-    return found
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def changed_names(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Sequence[str]:

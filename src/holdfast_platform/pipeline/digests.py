@@ -18,8 +18,8 @@ from holdfast.errors import RunFolderError
 from holdfast.launch.run.runs import open_run
 from holdfast.wire.store.publish import replace_file
 from holdfast_platform.pipeline.stages import Kind
+from holdfast_platform.registry.registry import sha256_of
 
-CHUNK = 2**20
 MANIFEST = "manifest.json"
 
 
@@ -57,12 +57,9 @@ class Digests:
         kept = self._kept.get(str(path))
         if kept is not None and kept[:3] == mark:
             return str(kept[3])
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        self._kept[str(path)] = [*mark, digest.hexdigest()]
-        return digest.hexdigest()
+        digest = sha256_of(path)
+        self._kept[str(path)] = [*mark, digest]
+        return digest
 
     def of_result(self, path: Path, kind: Kind) -> str:
         """Return the digest of what a stage made. Raises OSError, UserError."""

@@ -15,9 +15,9 @@ import typer
 from holdfast.borders import Border
 from holdfast.cli.table import all_commands
 from holdfast.config.loading.fields import as_path, field_at
-from holdfast.config.loading.load import load_config, read_text
+from holdfast.config.loading.load import load_config
 from holdfast.config.loading.paths import expand_path
-from holdfast.config.loading.yaml_tree import parse_file
+from holdfast.config.loading.section_file import read_values
 from holdfast.errors import ConfigError, use_one_of
 from holdfast_platform.pipeline.stages import (
     COMMAND,
@@ -32,7 +32,7 @@ from holdfast_platform.pipeline.stages import (
     overrides,
 )
 from holdfast_platform.registry.gate import read_rules
-from holdfast_platform.search.file import read_search, read_values
+from holdfast_platform.search.file import read_search
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
 EXPANDED = ("model.from", "lora.from")  # keys that loading replaces
@@ -192,7 +192,7 @@ def _check_set(name: str, values: dict[str, Any], where: str) -> None:
             remedy = "see the keys with: holdfast config schema"
             raise _refusal(f"stage {name} sets {key}, and no run file has it", where, remedy)
     if "from" in values:
-        text, _ = parse_file(read_text(Path(values["run"])), values["run"])
+        text, _ = read_values(Path(values["run"]))
         has_adapters = isinstance(text, dict) and bool(text.get("lora"))
         values["from_key"] = "lora.from" if has_adapters else "model.from"
 

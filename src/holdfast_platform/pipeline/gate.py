@@ -23,7 +23,7 @@ from holdfast_platform.registry.gate import Gate, read_rules
 def main() -> int:
     place, model, rules, report = sys.argv[1:]
     try:
-        registry, digests = open_registry(place), Digests(None)
+        registry, digests = open_registry(place, may_be_new=True), Digests(None)
         state = registry.state()
         files = {path.name: digests.of_path(path) for path in Path(model).iterdir()}
         version = next(
@@ -39,7 +39,9 @@ def main() -> int:
         if state.current != version:
             Gate(registry, read_rules(Path(rules)), say).promote(str(version))
         say(f"version {version} of {place} is promoted")
-        replace_file(Path(report), json.dumps({"version": version, "registry": place}) + "\n")
+        # No version: its number depends on what the registry had before.
+        found = {"promoted": files, "rules": digests.of_path(Path(rules))}
+        replace_file(Path(report), json.dumps(found, indent=1, sort_keys=True) + "\n")
     except UserError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return error.exit_code

@@ -11,6 +11,7 @@ from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.identity import DATASET_KEYS, decisive_values
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.config.loading.paths import FREE_PATHS
+from holdfast.core.json_parsing import JsonMessage
 from holdfast_platform.pipeline.digests import Digests, text_digest
 from holdfast_platform.pipeline.file import fill, references
 from holdfast_platform.pipeline.stages import KINDS, OWN, Stage, overrides
@@ -27,7 +28,7 @@ _ENDS = ("train.steps", "train.stop")
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(JsonMessage):
     """What a stage made."""
 
     path: str

@@ -8,17 +8,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, Self, TextIO
 
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import JsonMessage, parse_json
 from holdfast.errors import RunFolderError
 from holdfast.wire.store.publish import replace_file
 from holdfast_platform.pipeline.recipe import Result
 
-RECORD = "stage.json"
 LOCK = ".lock"
 LOOK_S = 0.2
 
@@ -30,8 +29,36 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Record:
+class KeptRecord(JsonMessage):
+    """A record in a file of its own folder."""
+
+    file: ClassVar[str]
+    made_by: ClassVar[str]  # command
+
+    def write(self, folder: Path) -> None:
+        replace_file(folder / self.file, json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the record in a folder; None if there is none. Raises RunFolderError."""
+        path = folder / cls.file
+        try:
+            return cls.from_json(parse_json(path.read_text("utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RunFolderError(
+                f"this is not what {cls.made_by!r} wrote",
+                where=str(path),
+                remedy="move its folder away; what it describes then runs again",
+            ) from None
+
+
+@dataclass(frozen=True)
+class Record(KeptRecord):
     """`stage.json` of one recipe."""
+
+    file, made_by = "stage.json", "holdfast pipeline"
 
     stage: str
     key: str
@@ -41,27 +68,6 @@ class Record:
     seconds: float = 0.0  # wall time of all starts
     exit_code: int = 0  # of the last command that ended while the pipeline watched
     results: Mapping[str, Result] | None = None  # by name, once done
-
-    def write(self, folder: Path) -> None:
-        replace_file(folder / RECORD, json.dumps(asdict(self), indent=1) + "\n")
-
-    @staticmethod
-    def read(folder: Path) -> Record | None:
-        """Return the record in a folder; None if there is none. Raises RunFolderError."""
-        path = folder / RECORD
-        try:
-            value = parse_json(path.read_text("utf-8"))
-            results = value.pop("results")
-            found = None if results is None else {n: Result(**r) for n, r in results.items()}
-            return Record(state=State(value.pop("state")), results=found, **value)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise RunFolderError(
-                "this is not what 'holdfast pipeline' wrote",
-                where=str(path),
-                remedy="move its folder away; the stage then runs again",
-            ) from None
 
     @property
     def is_done(self) -> bool:
@@ -73,7 +79,7 @@ class Record:
 
 def records_of(folder: Path) -> list[Record]:
     """Return the records of a stage's folder, the newest last. Raises RunFolderError."""
-    paths = sorted(folder.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime_ns)
+    paths = sorted(folder.glob(f"*/{Record.file}"), key=lambda path: path.stat().st_mtime_ns)
     return [record for path in paths if (record := Record.read(path.parent)) is not None]
 
 

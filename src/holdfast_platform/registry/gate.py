@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from holdfast.config.loading.yaml_tree import parse_file
+from holdfast.config.loading.section_file import read_section
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.evaluate import EvaluationTask
 from holdfast.errors import ConfigError, UserError
@@ -82,18 +82,7 @@ class Comparison:
 
 def read_rules(path: Path) -> GateRules:
     """Read a gate's file; its paths start at its folder. Raises ConfigError."""
-    try:
-        value, _ = parse_file(path.read_text("utf-8"), str(path))
-        rules = GateRules.model_validate(value or {})
-    except OSError as error:
-        what = f"it cannot be read ({error.strerror})"
-        raise ConfigError(what, where=str(path), remedy="name the gate's file") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "tasks"
-        what = f"{key}: {first['msg'].removeprefix('Value error, ')}"
-        remedy = "the keys are in docs/guide/evaluation.md"
-        raise ConfigError(what, where=str(path), remedy=remedy) from None
+    rules = read_section(path, GateRules, "docs/guide/evaluation.md")
     located = [t.model_copy(update={"path": str(path.parent / t.path)}) for t in rules.tasks]
     return rules.model_copy(update={"tasks": tuple(located)})
 

@@ -22,6 +22,7 @@ from holdfast.evaluation.results import KeptResults, TaskResults
 from holdfast.model.new_folder import new_folder
 from holdfast.wire.store.run_store import AlreadyExistsError, RunStore
 
+FOLDERS = ("index/", "files/", "results/")
 _PIECE_BYTES = 8 << 20
 
 
@@ -110,16 +111,18 @@ class StoreRegistry(Registry):
 
     def state(self) -> State:
         state = State()
-        for entry in self._entries():
-            state.take(entry)
-        return state
-
-    def _entries(self) -> Iterator[dict[str, Any]]:
         for number, key in enumerate(self._store.list("index/")):
-            if key != _index_key(number):
-                raise CorruptError(f"{key}: the entry before it is missing")
-            entry: dict[str, Any] = parse_json(self._store.get(key))
-            yield entry
+            try:
+                if key != _index_key(number):
+                    raise ValueError(f"{_index_key(number)} is missing")
+                state.take(parse_json(self._store.get(key)))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise RegistryError(
+                    f"{key} does not continue the index of a registry ({error})",
+                    where="registry",
+                    remedy="name the folder of a registry, or restore the entry",
+                ) from None
+        return state
 
     def add(self, folder: Path, source: Mapping[str, Any]) -> int:
         files = {}
@@ -170,7 +173,5 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
-    digest = hashlib.sha256()
-    for piece in _pieces(path):
-        digest.update(piece)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from holdfast.config.loading.fields import change_of
 from holdfast.config.loading.identity import config_hash
-from holdfast.config.loading.load import load_config, read_text
+from holdfast.config.loading.load import load_config
 from holdfast.config.loading.paths import expand_path
-from holdfast.config.loading.yaml_tree import is_plain, parse_file
+from holdfast.config.loading.section_file import read_section
+from holdfast.config.loading.yaml_tree import is_plain
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.base import Change, Section
 from holdfast.errors import ConfigError
@@ -103,26 +104,10 @@ def overrides_of(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def read_values(path: Path) -> tuple[Any, Mapping[tuple[str | int, ...], int]]:
-    """Return values and lines of a YAML file. Raises ConfigError."""
-    if not path.is_file():
-        what, remedy = "there is no such file", "name the YAML file"
-        raise ConfigError(what, where=str(path), remedy=remedy)
-    return parse_file(read_text(path), str(path))
-
-
 def read_search(path: Path, folder: Path | None = None) -> Search:
     """Read a search file, and check it with its run file. folder: in place of the file's. Raises
     ConfigError."""
-    value, _ = read_values(path)
-    try:
-        given = Search.model_validate(value or {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        what = f"{key}: {first['msg'].removeprefix('Value error, ')}, and not {first['input']!r}"
-        remedy = "the keys are in docs/guide/search.md"
-        raise ConfigError(what, where=str(path), remedy=remedy) from None
+    given = read_section(path, Search, "docs/guide/search.md")
     base = Path(os.path.abspath(path)).parent
     text = expand_path(given.folder.replace("{name}", given.name or path.stem))
     places = {

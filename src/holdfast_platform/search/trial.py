@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.data.lineage import split_effective
-from holdfast.core.json_parsing import parse_json
 from holdfast.errors import RunFolderError
 from holdfast.events import Evaluated, NonFinite, RunFailed, RunStarted
 from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import read_journal
-from holdfast.wire.store.publish import replace_file
 from holdfast.wire.store.run_location import store_of_run
 from holdfast_platform.pipeline.stages import LEFT_CODE
+from holdfast_platform.pipeline.state import KeptRecord
 from holdfast_platform.search.file import Search, overrides_of
 
-RECORD = "trial.json"
 HOLDFAST = "holdfast.cli.main"
 
 
@@ -34,8 +31,10 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(KeptRecord):
     """`trial.json`."""
+
+    file, made_by = "trial.json", "holdfast search"
 
     number: int
     parameters: Mapping[str, Any]
@@ -51,25 +50,6 @@ class Trial:
     @property
     def is_over(self) -> bool:
         return self.state is not State.RUNNING
-
-    def write(self, folder: Path) -> None:
-        replace_file(folder / RECORD, json.dumps(asdict(self), indent=1) + "\n")
-
-    @staticmethod
-    def read(folder: Path) -> Trial | None:
-        """Return the record of a trial's folder; None if there is none. Raises RunFolderError."""
-        try:
-            value = parse_json((folder / RECORD).read_text("utf-8"))
-            steps = {int(step): number for step, number in value.pop("by_step").items()}
-            return Trial(state=State(value.pop("state")), by_step=steps, **value)
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise RunFolderError(
-                "this is not what 'holdfast search' wrote",
-                where=str(folder / RECORD),
-                remedy="move the folder away; the trial then runs again",
-            ) from None
 
 
 def evaluations(run: Path, metric: str) -> dict[int, float]:

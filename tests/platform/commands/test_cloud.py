@@ -47,6 +47,9 @@ def test_a_catalogue_of_ones_own_takes_the_place_of_the_table(tmp_path: Path) ->
     assert f"{path}:2" in done.err
 
 
+SKYPILOT = ("--for", "skypilot", "--image", "x", "--region")
+
+
 def test_a_node_has_a_place_for_each_accelerator(tmp_path: Path) -> None:
     run = write_run_file(tmp_path).with_name("open.yaml")
     run.write_text("train: {batch_size: 16}\n")
@@ -65,6 +68,10 @@ def test_a_node_has_a_place_for_each_accelerator(tmp_path: Path) -> None:
         (("spec", "{run}", "--for", "heroku"), "--for"),
         (("spec", "{run}", "--for", "vertex", "--image", "x"), "--secret"),
         (("spec", "{run}", "--for", "skypilot", "--image", "x"), "folder"),
+        (
+            ("spec", "{run}", "governance.regions=[eu-west-1]", *SKYPILOT, "us-east-1"),
+            "lies in us-east-1",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

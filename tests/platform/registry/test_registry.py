@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +70,48 @@ def test_a_gate_refuses_a_worse_version_and_takes_a_better_one(
     within("export", run, "--step", str(middle), "--to", tmp_path / "export").succeeds()
     for path in (tmp_path / "export").iterdir():
         assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_is_no_registry_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate = tmp_path / "gate.yaml"
+    gate.write_text(f"tasks: [{{path: {run.parent}/texts.jsonl}}]\n")
+    broken = tmp_path / "broken"
+    (broken / "index").mkdir(parents=True)
+    (broken / "index/0000000000.json").write_text("[]")
+    more = {"promote": ("1", "--gate", gate), "compare": ("1", "2", "--gate", gate)}
+    more["fetch"] = ("1", "--to", tmp_path / "to")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for command in ("list", "promote", "rollback", "compare", "fetch"):
+        for place, said in (
+            (tmp_path / "none", "there is no registry"),
+            (run, "there is no registry"),
+            (gate, "gate.yaml"),
+            (broken, "index/0000000000.json"),
+        ):
+            done = here(capsys, "registry", command, place, *more.get(command, ()))
+            done.refuses(said)
+    here(capsys, "registry", "add", run, run).refuses("which is no part of a registry")
+    here(capsys, "registry", "add", broken, run).refuses("index/0000000000.json")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_registry_outside_of_the_regions_gets_no_byte(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, kept = tmp_path / "run", tmp_path / "models"
+    shutil.copytree(run, copy)
+    resolved = json.loads((copy / "resolved.json").read_text())
+    resolved["config"]["governance"] = {"regions": ["eu-west-1"]}
+    (copy / "resolved.json").write_text(json.dumps(resolved))
+    monkeypatch.setenv("HOLDFAST_ZONE", "us-east-1a")
+    here(capsys, "registry", "add", kept, copy).refuses("this machine lies in us-east-1a")
+    here(capsys, "checkpoint", "copy", copy, "--to", kept).refuses("lies in us-east-1a")
+    monkeypatch.setenv("HOLDFAST_ZONE", "eu-west-1a")
+    for place in ("s3://bucket/models?region=us-east-1", "mlflow:models"):
+        here(capsys, "registry", "add", place, copy).refuses("region")
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,16 @@ import pytest
 from holdfast.config.loading.load import load_config
 from holdfast.config.sections.governance import GovernanceConfig
 from holdfast.errors import ConfigError
-from holdfast.launch.start.regions import refuse_other_regions, refuse_visitor_elsewhere
+from holdfast.launch.start.regions import (
+    refuse_copy_elsewhere,
+    refuse_other_regions,
+    refuse_region,
+    refuse_visitor_elsewhere,
+)
 from tests.support.commands import within, write_run_file
 
 HERE = ("governance.regions=[eu-west-1,westeurope]", "checkpoint.machine.zone=eu-west-1b")
+HUB = "data.sources=[{kind: huggingface, path: org/texts, name: web}]"
 PEER = "checkpoint.peers=[{name: b, address: '10.0.0.2:7600', zone: %s}]"
 
 
@@ -28,6 +34,7 @@ PEER = "checkpoint.peers=[{name: b, address: '10.0.0.2:7600', zone: %s}]"
         ("checkpoint.bucket=s3://b/p?region=us-east-1", "checkpoint.bucket lies in us-east-1"),
         ("folder=s3://b/run?region=eu-west-2", "folder lies in eu-west-2"),
         ("data.folder=gs://b/data", "in which region data.folder lies"),
+        (HUB, "in which region data.sources.0.path lies"),
     ],
 )
 def test_each_place_elsewhere_is_named(tmp_path: Path, setting: str, said: str) -> None:
@@ -49,12 +56,44 @@ def test_places_inside_are_accepted(tmp_path: Path, setting: str) -> None:
     refuse_other_regions(load_config(write_run_file(tmp_path), [*HERE, setting]))
 
 
-def test_a_start_elsewhere_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("train",), ("data", "prepare"), ("launch", "--on", "local")])
+def test_a_start_elsewhere_leaves_nothing_behind(tmp_path: Path, words: tuple[str, ...]) -> None:
     run_file = write_run_file(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    found = within("train", run_file, *HERE, "checkpoint.machine.zone=us-east-1a")
+    found = within(*words, run_file, *HERE, "checkpoint.machine.zone=us-east-1a")
     assert (found.code, "governance.regions allows eu-west-1" in found.err) == (2, True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("zone", "to", "said"),
+    [
+        ("us-east-1a", "copies", "this machine lies in us-east-1a"),
+        ("", "copies", "in which region this machine lies"),
+        ("eu-west-1a", "s3://b/copies?region=us-east-1", "s3://b/copies lies in us-east-1"),
+        ("eu-west-1a", "s3://b/copies", "in which region s3://b/copies lies"),
+        ("eu-west-1a", "mlflow:models", "in which region mlflow:models lies"),
+    ],
+)
+def test_a_copy_elsewhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch, zone: str, to: str, said: str
+) -> None:
+    rules = GovernanceConfig(regions=("eu-west-1",))
+    monkeypatch.setenv("HOLDFAST_ZONE", zone)
+    refuse_copy_elsewhere(GovernanceConfig(), to, "--to")
+    with pytest.raises(ConfigError, match=said):
+        refuse_copy_elsewhere(rules, to, "--to")
+    monkeypatch.setenv("HOLDFAST_ZONE", "eu-west-1b")
+    for inside in ("copies", "s3://b/copies?region=eu-west-1"):
+        refuse_copy_elsewhere(rules, inside, "--to")
+
+
+def test_a_cloud_is_asked_for_machines_inside_alone() -> None:
+    rules = GovernanceConfig(regions=("eu-west-1",))
+    refuse_region(rules, "eu-west-1")
+    for region in ("", "us-east-1"):
+        with pytest.raises(ConfigError, match="the order of machines"):
+            refuse_region(rules, region)
 
 
 def test_a_visiting_actor_says_where_it_is() -> None:

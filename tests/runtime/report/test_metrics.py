@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.events import CheckpointFailed, NonFinite
 from holdfast.machine.device_readings import DeviceReading, read_devices
 from holdfast.report.ledger.timeledger import TimeLedger
-from holdfast.report.live.metrics import DeviceMetrics, RunMetrics
+from holdfast.report.live.catalogue import CATALOGUE
+from holdfast.report.live.metrics import DeviceMetrics, RunFacts, RunMetrics
 from tests.support.journal_builder import Scribe, lossy_run, started_run
 from tests.support.ranks import wait_until
 
@@ -263,3 +264,35 @@ def test_what_was_read_is_kept_until_it_is_old() -> None:
     for _ in range(3):
         assert _samples(metrics.render())[key] == 10.0
     assert len(asked) == 1
+
+
+def test_requeues_costs_and_recoveries_are_counted() -> None:
+    facts = RunFacts(steps=40, workers=2, usd_per_node_hour=36.0, epoch_samples=60)
+    run = lossy_run()
+    found = metrics_of(run, facts=facts)
+    assert found["holdfast_requeues_total"] == 1
+    assert found["holdfast_recoveries_total,result=ok"] == 1
+    assert found["holdfast_recoveries_total,result=failed"] == 0
+    assert found["holdfast_worker_losses_total,noticed_by=exit"] == 1
+    assert found["holdfast_run_state,state=finished"] == 1
+    assert found["holdfast_target_steps"] == 40
+    ledger = TimeLedger()
+    for record in run.records:
+        ledger.observe(record)
+    costs = [v for k, v in found.items() if k.startswith("holdfast_cost_usd,")]
+    assert sum(costs) == pytest.approx(0.01 * ledger.running)
+    assert found["holdfast_cost_usd,class=stopped"] == 0
+
+
+def test_a_recovery_that_breaks_before_a_step_has_failed() -> None:
+    run = started_run(5)
+    for _ in range(3):
+        run.lose(0)
+        run.restart(5)
+    assert metrics_of(run)["holdfast_recoveries_total,result=failed"] == 2
+
+
+def test_the_catalogue_names_everything_that_is_shown() -> None:
+    names = {name for spec in CATALOGUE.values() for name in spec.sample_names}
+    shown = {name.partition(",")[0] for name in metrics_of(lossy_run())}
+    assert {name for name in shown if not name.endswith("_created")} <= names

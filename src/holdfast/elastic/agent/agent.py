@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.elastic.agent.event_loop import Pulse, run_to_end
-from holdfast.elastic.agent.health import HealthApplication
+from holdfast.elastic.agent.health import STALLED_AFTER_TIMEOUTS, HealthApplication
 from holdfast.elastic.agent.monitors import (
     check_prediction_forever,
     check_progress_forever,
@@ -64,9 +64,6 @@ from holdfast.wire.http.sockets import address_of, bind_listener
 from holdfast.wire.process_title import is_own_process, set_process_title
 from holdfast.wire.term import newest_generation
 
-STALLED_AFTER_TIMEOUTS = 2.0
-"""Multiples of `cluster.progress_seconds` without a step after which `/healthz` answers 503. The
-agent itself replaces a worker without progress after one."""
 CLEANUP_TIMEOUT_S = 60.0
 """Seconds for the clean-up of an agent whose run folder was unavailable at the end. A disk that
 does not answer may block a thread for ever."""
@@ -183,6 +180,8 @@ class NodeAgent:
         ]
         check_save = self._parts.shutdown_controller.check_save
         watches.append(asyncio.create_task(check_save_forever(beat, check_save)))
+        spending = self._records.spending.check_forever(beat, self._records.event_log.now)
+        watches.append(asyncio.create_task(spending))
         if self._context.single_node_term is None:
             emit = self._records.progress.emit_once_begun
             spares = report_spares_forever(cluster.beat_seconds, self._parts.spares, emit)
@@ -368,8 +367,8 @@ class NodeResult:
         if short:
             return CannotGoOnError.exit_code
         is_left = result.exit_code == 0 and result.is_resumable
-        if is_left and (rule := self.parts.shutdown_controller.ended_by) is not None:
-            return CannotGoOnError.exit_code if rule.is_failure else 0
+        if is_left and (code := self.parts.shutdown_controller.ended_code) is not None:
+            return code
         return self._left_code if is_left else result.exit_code
 
     @property

@@ -24,8 +24,15 @@ from holdfast.wire.http.connection import HttpResponse, RequestHead
 from holdfast.wire.http.connection_limits import ConnectionLimiter
 from holdfast.wire.http.refusals import HEALTH, Refusals
 
+METRICS_TYPE = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
+"""Header of an answer to `/metrics`."""
+
 METRICS_MAX_AGE_S = 0.5
 """Greatest age of a rendering: a stranger's many requests then cost the agent little."""
+
+STALLED_AFTER_TIMEOUTS = 2.0
+"""Multiples of `cluster.progress_seconds` without a step after which `/healthz` answers 503, and
+the run counts as stuck. The agent itself replaces a worker without progress after one."""
 
 MINORITY = "minority"
 """State of a node that misses the coordinator and reaches no majority."""
@@ -106,8 +113,7 @@ class HealthApplication:
             self.limiter.refusals.count(HEALTH, "no such path")
             return HttpResponse(405 if head.method != b"GET" else 404, close=True)
         if path == b"/metrics":
-            kind = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
-            return HttpResponse(200, self._metrics(), kind)
+            return HttpResponse(200, self._metrics(), METRICS_TYPE)
         status = self._with_seconds_at_step(self._health_status())
         code = self._health_code(status) if path == b"/healthz" else _ready_code(status)
         value = json.dumps(status.to_json(), separators=(",", ":")).encode()

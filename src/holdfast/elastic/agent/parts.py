@@ -39,6 +39,7 @@ from holdfast.events import RunStopped
 from holdfast.plan.placing.interface import Planner
 from holdfast.policy.membership.election import ElectionTimeouts
 from holdfast.policy.membership.state import node_timeout_s
+from holdfast.policy.spending import NodePrice
 
 
 class AgentParts:
@@ -94,6 +95,9 @@ class AgentParts:
         self.trackers = self._make_trackers()
         self.shutdown_controller = self._make_shutdown_controller(exit_at_once)
         records.on_stop = self.shutdown_controller.stop_by_rule
+        records.spending.present = self.prices
+        records.spending.newest_step = lambda: self.shutdown_controller.newest_step
+        records.spending.stop = self.shutdown_controller.stop_run
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""
@@ -182,6 +186,7 @@ class AgentParts:
             complain=self._complain_once,
             own_term=it.single_node_term,
             check_run_folder=self.run_folder_monitor.require_folder,
+            price=it.price,
         )
 
     def _make_term_monitor(self) -> TermMonitor:
@@ -222,6 +227,18 @@ class AgentParts:
             return None
         joined = {node.name for node in coordinator.state.nodes}
         return tuple(sorted(joined - set(self.role_loop.agent_addresses)))
+
+    def prices(self) -> dict[str, NodePrice | None] | None:
+        """Return the nodes that have joined, and the price that each told; None if this agent does
+        not coordinate a generation."""
+        coordinator = self.role_loop.coordinator
+        if coordinator is None or not self.records.progress.newest_generation:
+            return None
+        reports = coordinator.node_reports
+        return {
+            node.name: reports[node.name].facts.price if node.name in reports else None
+            for node in coordinator.state.nodes
+        }
 
     # --- requests of one part to several --------------------------------------------------------
     def _on_generation_created(self, generation: int) -> None:

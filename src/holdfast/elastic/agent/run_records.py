@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.config.sections.train import StopRuleConfig
+from holdfast.elastic.agent.spending_watch import SpendingWatch
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
 from holdfast.elastic.event_log import EventLog, Observer, Say
 from holdfast.elastic.notices.handler import NoticeHandler
@@ -43,6 +44,10 @@ class RunRecords:
         learn: list[Observer] = [self.failure_history.observe, self.notice_handler.observe]
         learn.append(lambda record: self.progress.observe(record))
         learn.append(self._apply_stop_rules)
+        self.spending = SpendingWatch(
+            context, lambda event: self.progress.emit_once_begun(event), say
+        )
+        learn.append(self.spending.observe)
         if alone:
             learn.append(lambda record: self.ledger_coverage.observe(record.event))
         self.event_log = EventLog(context.store, [*learn, *observers], say, context.node_suffix)
@@ -67,6 +72,7 @@ class RunRecords:
         except HoldfastError as error:
             self._say(f"the run's earlier failures cannot be read from the journal: {error}")
             return
+        self.spending.load(records)
         for record in records:
             self.failure_history.observe(record)
             self.notice_handler.measurements.observe(record)

@@ -30,7 +30,7 @@ from holdfast.elastic.notices.handler import DeferredNotices, NoticeHandler
 from holdfast.elastic.notices.prediction import PredictionWatch
 from holdfast.elastic.protocol.notice_messages import EmergencyReply, Notice
 from holdfast.elastic.run_result import EndReason, unsaved_sentence
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import CannotGoOnError, HoldfastError, UserError
 from holdfast.events import (
     NoticeReceived,
     PredictedMove,
@@ -79,7 +79,8 @@ class ShutdownController:
 
     def __post_init__(self) -> None:
         self.reason: str | None = None
-        self.ended_by: StopDecision | None = None
+        self.ended_code: int | None = None
+        """Exit code of a run that a rule or the budget stopped; None for other stops."""
         self._is_whole_run_leaving = False  # all of the run must stop, though other nodes take part
         self._deferred_notices = DeferredNotices()
         self._clock = asyncio.get_running_loop().time
@@ -165,15 +166,20 @@ class ShutdownController:
             known_s = END_WITHOUT_STEP_SHARE * leave_within_s
             self._give_up_at = self._clock() + (known_s or LAST_NODE_FOLDER_WAIT_S)
         if self.node_runner.generation:
-            self.event_log.emit("agent", StopRequested(reason, step=self._newest_step))
+            self.event_log.emit("agent", StopRequested(reason, step=self.newest_step))
         self.run_controller.stop_waiting(reason)  # acts if no node works
 
     def stop_by_rule(self, decision: StopDecision) -> None:
         """Stop all of the run at the next step, as a rule of train.stop says."""
+        code = CannotGoOnError.exit_code if decision.is_failure else 0
+        self.stop_run(f"train.stop.{decision.rule}: {decision.sentence}", code)
+
+    def stop_run(self, reason: str, exit_code: int) -> None:
+        """Stop all of the run at the next step, with an exit code of its own."""
         if self.reason is None:
-            self.ended_by = decision
+            self.ended_code = exit_code
             self._is_whole_run_leaving = True
-            self.begin_shutdown(f"train.stop.{decision.rule}: {decision.sentence}")
+            self.begin_shutdown(reason)
 
     def end_without_step(self) -> None:
         """End a run that must stop, if its generation has not completed a step.
@@ -190,7 +196,7 @@ class ShutdownController:
             self.say(sentence)
             self.exit_at_once("")
             return
-        is_lossless = self._newest_step <= self.committed_step()
+        is_lossless = self.newest_step <= self.committed_step()
         coordinator.finish(sentence, EndReason.LEFT if is_lossless else EndReason.STOPPED)
 
     # --- a stop whose save waits ----------------------------------------------------------------
@@ -209,7 +215,7 @@ class ShutdownController:
             self._said_at, reason, where, remedy = now, str(problem), "", ""
             if isinstance(problem, UserError):
                 reason, where, remedy = problem.message, problem.where or "", problem.remedy or ""
-            event = SaveWaiting(reason, where, remedy, 0, step=self._newest_step)
+            event = SaveWaiting(reason, where, remedy, 0, step=self.newest_step)
             self.event_log.emit("agent", event)
 
     def _give_up_save(self) -> bool:
@@ -219,7 +225,7 @@ class ShutdownController:
         if problem is None or coordinator is None:
             return False
         self._has_given_up = True
-        said = unsaved_sentence(self._newest_step, str(problem), self.committed_step())
+        said = unsaved_sentence(self.newest_step, str(problem), self.committed_step())
         coordinator.finish(f"{self.reason}; {said}", EndReason.STOPPED)
         return True
 
@@ -231,13 +237,14 @@ class ShutdownController:
         group = self.node_runner.worker_group
         if not self.stop_reason or self._has_given_up or group is None:
             return None
-        if self.role_loop.coordinator is None or self._newest_step >= self.config.train.steps:
+        if self.role_loop.coordinator is None or self.newest_step >= self.config.train.steps:
             return None
         is_saving = any(worker.phase == "save" for worker in group.workers)
         return self.event_log.problem if is_saving else None
 
     @property
-    def _newest_step(self) -> int:
+    def newest_step(self) -> int:
+        """The newest step that this node's workers have reached; 0 without workers."""
         return (
             0
             if self.node_runner.worker_group is None
@@ -263,7 +270,7 @@ class ShutdownController:
         elif not set(notice.nodes) <= set(current.topology.nodes):
             self._log_notice(notice)  # no worker sits there
         else:
-            self.notice_handler.handle_notice(notice, current.topology, self._newest_step)
+            self.notice_handler.handle_notice(notice, current.topology, self.newest_step)
         if notice.must_leave:
             self.begin_shutdown(notice.source, notice.seconds)
 
@@ -275,7 +282,7 @@ class ShutdownController:
             return
         watch.end_alarms(now)
         while watch.failed:
-            failed = PredictionFailed(self.node, watch.failed.pop(), step=self._newest_step)
+            failed = PredictionFailed(self.node, watch.failed.pop(), step=self.newest_step)
             self.event_log.emit("agent", failed)
         if self.node not in current.topology.nodes or self.node_runner.is_spare:
             return
@@ -288,12 +295,12 @@ class ShutdownController:
         if due is None:
             return
         if due.is_move:
-            move = PredictedMove(self.node, due.left_s, due.reason, step=self._newest_step)
+            move = PredictedMove(self.node, due.left_s, due.reason, step=self.newest_step)
             self.event_log.emit("agent", move)
             self.say(f"{self.node} may be lost, so its workers move to other nodes: {due.reason}")
             self.role_loop.move_aside(due.left_s)
             return
-        self.notice_handler.handle_prediction(due, self.node, current.topology, self._newest_step)
+        self.notice_handler.handle_prediction(due, self.node, current.topology, self.newest_step)
 
     def _log_notice(self, notice: Notice) -> None:
         if self.node_runner.generation:
@@ -304,7 +311,7 @@ class ShutdownController:
                     list(notice.nodes),
                     notice.must_leave,
                     notice.source,
-                    step=self._newest_step,
+                    step=self.newest_step,
                 ),
             )
 
@@ -332,7 +339,7 @@ class ShutdownController:
         if current is None:
             self._deferred_notices.add(notice, self._clock())
             return EmergencyReply((), "kept for the workers that begin next")
-        plan = self.notice_handler.handle_notice(notice, current.topology, self._newest_step)
+        plan = self.notice_handler.handle_notice(notice, current.topology, self.newest_step)
         if notice.must_leave:
             self._is_whole_run_leaving = True
             self.begin_shutdown(notice.source)

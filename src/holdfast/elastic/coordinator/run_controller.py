@@ -162,7 +162,12 @@ class SessionStart:
             self._event_log.emit(
                 "agent",
                 RunStarted(
-                    it.config.name, it.config_hash, it.dataset_version, self.is_resumed, it.plan
+                    it.config.name,
+                    it.config_hash,
+                    it.dataset_version,
+                    self.is_resumed,
+                    it.plan,
+                    dict(it.config.tags),
                 ),
             )
         self.is_logged = self.is_resumed = True

@@ -43,6 +43,7 @@ from holdfast.machine.limits import shared_cores_id
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import AgentState, ElectionTimeouts, LackedMajority, Role
 from holdfast.policy.membership.node_identity import NodeIdentity
+from holdfast.policy.spending import NodePrice
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import RunStore
@@ -80,6 +81,7 @@ class RoleLoop:
         read_generation: Callable[[int], Awaitable[GenerationRecord]] | None = None,
         own_term: Term | None = None,
         check_run_folder: Callable[[], Awaitable[None]] = _no_check,
+        price: NodePrice | None = None,
     ) -> None:
         """Make the loop; `run` runs it.
 
@@ -92,12 +94,15 @@ class RoleLoop:
             own_term: The term of a run of this node alone. The agent then follows no other
                 coordinator, and leaves when that term is over.
             check_run_folder: Raises HoldfastError if the run store no longer belongs to this run.
+            price: Of an hour of this node.
         """
         self._membership = RunMembership(name, workload, timeouts or ElectionTimeouts())
         self._session = CoordinatorSession(
             self._membership,
             places,
-            AgentFacts(address, cores="" if own_term is not None else shared_cores_id()),
+            AgentFacts(
+                address, cores="" if own_term is not None else shared_cores_id(), price=price
+            ),
             secret,
             read_generation or partial(read_record, store),
         )

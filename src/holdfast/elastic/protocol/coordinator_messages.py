@@ -13,6 +13,7 @@ from holdfast.elastic.protocol.generation_outcome import FailedOutcome, NodeOutc
 from holdfast.elastic.protocol.hung_worker import HungWorkers, StallReport
 from holdfast.policy.membership.node_identity import NodeIdentity
 from holdfast.policy.membership.transitions import Directive, NodeStage
+from holdfast.policy.spending import NodePrice
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,15 @@ class AgentFacts(JsonMessage):
     address: "host:port", where it listens. peer: its mover; None: it has none. identity: what of
     its node decides the bits that it computes; None for an older agent, and in a run of one node.
     cores: equal for nodes that share one machine's cores (`machine/limits.py`); "": unknown.
+    price: of an hour of its node; None: not told.
     """
 
-    absent_if_default = frozenset({"identity", "cores"})
+    absent_if_default = frozenset({"identity", "cores", "price"})
     address: str = ""
     peer: Peer | None = None
     identity: NodeIdentity | None = None
     cores: str = ""
+    price: NodePrice | None = None
 
 
 @dataclass

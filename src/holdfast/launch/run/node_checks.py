@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.node_check import NODE_CHECK_PATH, NodeCheck, NodeCheckReply
 from holdfast.errors import HoldfastError
 from holdfast.launch.run.holder import MAX_PROBED_NODES
@@ -34,6 +36,18 @@ class AgentAnswer:
     reply: HolderReply
     round_trip_s: float | None = None
     check: NodeCheckReply | None = None
+
+
+def agent_addresses(
+    record: GenerationRecord | None, holder: Mapping[str, Any] | None
+) -> Mapping[str, str]:
+    """Return the published address of each agent, and of the one that leads."""
+    known = {} if record is None else dict(record.addresses)
+    holder = holder or {}
+    name, address = str(holder.get("node", "")), str(holder.get("address", ""))
+    if address and address not in known.values():
+        known[name if name not in known else f"{name} (leads)"] = address
+    return known
 
 
 def ask_agents(addresses: Mapping[str, str], secrets: Sequence[Secret]) -> dict[str, AgentAnswer]:

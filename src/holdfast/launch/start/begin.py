@@ -43,6 +43,7 @@ from holdfast.launch.run.runs import IMPORTED_FOLDER, read_resolved
 from holdfast.launch.run.sealing import seal_folder
 from holdfast.launch.start.data import RunData, prepare_run_data
 from holdfast.launch.start.facts import Facts, Screen, resolve
+from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.options.registry import option_keys
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.location import check_location
@@ -77,6 +78,7 @@ def begin_run(start: Start) -> BegunRun:
     If the run has several nodes, one of them may be at work already. Raises UserError."""
     folder, fresh, say = start.folder, start.fresh, start.screen.say
     several = start.facts.several
+    refuse_other_regions(start.loaded)
     check_location(start.loaded.config.checkpoint.bucket)
     seal_folder(folder, start.loaded.config, fresh=fresh)
     probe_run_store(folder)  # before anything is read or written in the run folder

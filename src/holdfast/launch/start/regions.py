@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 
 from holdfast.config.loading.load import LoadedConfig
@@ -29,7 +31,20 @@ def refuse_visitor_elsewhere(governance: GovernanceConfig, environ: Mapping[str,
     _refuse(governance, zone, "this machine", ZONE_VARIABLE, f"set {ZONE_VARIABLE}")
 
 
+def refuse_copy_elsewhere(governance: GovernanceConfig, to: str, where: str) -> None:
+    """Check this machine, and the place that gets bytes of a run. Raises ConfigError."""
+    refuse_visitor_elsewhere(governance, os.environ)
+    for zone, remedy in _zone_of(to):
+        _refuse(governance, zone, to.partition("?")[0], where, remedy)
+
+
+def refuse_region(governance: GovernanceConfig, region: str) -> None:
+    """Check the region in which a cloud is to start nodes. Raises ConfigError."""
+    _refuse(governance, region, "the order of machines", "--region", "name it with --region")
+
+
 def _refuse(governance: GovernanceConfig, zone: str, what: str, where: str, remedy: str) -> None:
+    """zone: "" if it is not known; `remedy` says how to name it."""
     allowed = f"{KEY} allows {', '.join(governance.regions)}"
     if governance.regions and not zone:
         raise ConfigError(
@@ -47,13 +62,24 @@ def _places(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
     """Yield keys with their zones, and how to say an unknown one."""
     checkpoint = loaded.config.checkpoint
     remedy = f"set {OWN_ZONE}, or {ZONE_VARIABLE} in the environment"
-    yield OWN_ZONE, checkpoint.machine.zone, remedy
+    own = checkpoint.machine.zone or told_places(os.environ).get("zone", "")
+    yield OWN_ZONE, own, remedy
     for number, peer in enumerate(checkpoint.peers):
         remedy = "add a zone to the peer"
         yield f"checkpoint.peers.{number}.zone", peer.zone, remedy
     for key, place in paths_of(loaded.config):
-        scheme = place.partition("://")[0] if "://" in place else ""
-        if scheme == "s3":
-            yield key, parse_location(place).region, "add ?region= to the address"
-        elif scheme not in ("", "file"):
-            yield key, "", "use a folder, or a bucket of s3:// with ?region="
+        for zone, remedy in _zone_of(place):
+            yield key, zone, remedy
+    for number, source in enumerate(loaded.config.data.sources):
+        if source.kind == "huggingface" and not os.path.isdir(source.place or ""):
+            key = f"data.sources.{number}.path"
+            yield key, "", "download the data set there, and name its folder"
+
+
+def _zone_of(place: str) -> Iterator[tuple[str, str]]:
+    """Yield the zone of an address, and how to say an unknown one. A folder has none."""
+    scheme = place.partition(":")[0] if re.match(r"mlflow:|\w+://", place) else "file"
+    if scheme == "s3":
+        yield parse_location(place).region, "add ?region= to the address"
+    elif scheme != "file":
+        yield "", "use a folder, or a bucket of s3:// with ?region="

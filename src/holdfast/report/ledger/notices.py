@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.events import (
     Blamed,
+    BudgetReached,
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSkipped,
@@ -48,7 +49,7 @@ def notice_text(event: Event) -> str:
         )
     if isinstance(event, MajorityLacked):
         return _majority_text(event)
-    if isinstance(event, ShardAwaited | RoleMissing | ReferenceProgress):
+    if isinstance(event, ShardAwaited | RoleMissing | ReferenceProgress | BudgetReached):
         return event.text
     if isinstance(event, RoleExited):
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"code {event.exit_code}"

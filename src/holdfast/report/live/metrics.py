@@ -1,19 +1,27 @@
 """Prometheus metrics, derived from the same records as everything else.
 
-Names begin with `holdfast_`, units are base units. Steps carry no label, because one series a step
-would be too many: the pair (generation, step) is two gauges. A step that is repeated after a
-restart counts as replayed, so the sums over a resumed run are those of one continuous run.
+Their names, units, labels and meanings are those of `live/catalogue.py`. Steps carry no label,
+because one series a step would be too many: the pair (generation, step) is two gauges. A step that
+is repeated after a restart counts as replayed, so the sums over a resumed run are those of one
+continuous run.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 
+from holdfast.config.run import RunConfig
+from holdfast.elastic.agent.health import STALLED_AFTER_TIMEOUTS
 from holdfast.events import (
     BatchFed,
     CheckpointCaptured,
@@ -27,19 +35,29 @@ from holdfast.events import (
     GenerationStarted,
     MemoryUsed,
     NonFinite,
+    NoticeReceived,
+    NoticesUnheard,
     PeerFailed,
     Record,
     RequestsRefused,
+    RunFailed,
+    RunFinished,
     RunStarted,
+    RunStopped,
     SnapshotKept,
+    StateDiffers,
     StepDone,
     UploadFailed,
+    WorkerLost,
+    WorkerPaced,
 )
 from holdfast.machine.device_readings import DeviceReading, read_devices
+from holdfast.plan.hardware.cluster_file import HERE, read_cluster
 from holdfast.report.ledger.incidents import IncidentBook
 from holdfast.report.ledger.ordering import order_records
 from holdfast.report.ledger.timeledger import TimeLedger
 from holdfast.report.ledger.transfers import TransferSum, add_transfers
+from holdfast.report.live.catalogue import CATALOGUE, PREFIX, RUN_LABEL, RUN_STATES, MetricSpec
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
@@ -52,66 +70,6 @@ _PHASES = {
 }
 
 
-_RUN_GAUGES: dict[str, tuple[str, ...]] = {
-    "step": ("Newest step that is applied everywhere",),
-    "generation": ("Number of the membership that trains",),
-    "last_step_timestamp_seconds": ("When the newest step was reported",),
-    "session_start_timestamp_seconds": ("When this session began",),
-    "world_size": ("Workers of the newest generation",),
-    "loss": ("Training loss of the newest step, nats per token",),
-    "val_loss": ("Newest validation loss, nats per token",),
-    "val_bits_per_byte": ("Newest validation loss, bits per byte of text",),
-    "objective_mean": ("Mean of the newest step, as docs/guide/post-training.md names it", "name"),
-    "grad_norm": ("Global gradient norm of the newest step, before clipping",),
-    "learning_rate": ("Learning rate of the newest step",),
-    "tokens_per_second": ("Tokens of the newest step over its seconds",),
-    "data_position": ("Samples of the global order that were consumed",),
-    "mfu_ratio": (
-        "Model FLOP utilisation, by the convention named: full "
-        "counts all attention, causal halves it, task is what a task says",
-        "convention",
-    ),
-    "transfers_hidden_ratio": (
-        "Share of the seconds of copies to other places in which no worker waited, so far",
-        "state",
-    ),
-    "goodput_ratio": ("Useful training time over wall time", "window"),
-    # A gauge, not a counter: steps that must be done again move from productive to rework.
-    "goodput_seconds": ("Wall time by class; the classes add up to it", "class"),
-    "work_at_risk_seconds": ("Training since the last committed checkpoint",),
-    "checkpoint_last_success_timestamp_seconds": ("When the newest checkpoint was committed",),
-}
-_COUNTERS: dict[str, tuple[str, ...]] = {
-    "tokens": ("Tokens trained on; replayed is the visible cost of failures", "kind"),
-    "nonfinite_steps": ("Steps stopped by a NaN or an infinity",),
-    "refused_requests": (
-        "Requests that a listener refused; told with the journal, once a minute",
-        "listener",
-        "reason",
-    ),
-    "membership_changes": ("Generations begun", "reason"),
-    "checkpoints": ("Checkpoints by fate", "tier", "result"),
-}
-_HISTOGRAMS: dict[str, tuple[str, ...]] = {
-    "step_duration_seconds": (
-        "Seconds of each step by phase; the phases add up to the step",
-        "phase",
-    ),
-    "exchange_duration_seconds": (
-        "Seconds of each step in which an exchange was under way, and exposed ones; CPUs only",
-        "kind",
-        "part",
-    ),
-    "recovery_duration_seconds": ("Seconds from a loss to the first new step, by part", "phase"),
-    "checkpoint_blocking_seconds": ("Seconds that training was blocked",),
-    "checkpoint_duration_seconds": (
-        "Seconds from the first captured header to the commit",
-        "tier",
-        "stage",
-    ),
-    "checkpoint_bytes": ("Bytes of committed checkpoints", "tier"),
-}
-"""Name after `holdfast_` -> its help text, and its labels after `run_id`."""
 _FATES: dict[type[Event], tuple[str, str]] = {
     CheckpointCommitted: (_DISK, "ok"),
     CheckpointFailed: (_DISK, "failed"),
@@ -123,6 +81,51 @@ _FATES: dict[type[Event], tuple[str, str]] = {
     UploadFailed: (_BUCKET, "failed"),
 }
 """Kind of event -> tier and result of a checkpoint."""
+
+
+_LOSS_WINDOW = 20  # steps over whose mean a loss is compared
+_PACE_WINDOW = 64  # steps over which the pace is measured
+_ENDS: dict[type[Event], str] = {
+    RunFinished: "finished",
+    RunStopped: "stopped",
+    RunFailed: "failed",
+}
+_KINDS: dict[str, type[MetricWrapperBase]] = {"gauge": Gauge, "counter": Counter}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the run file says and no record does. 0: not known."""
+
+    steps: int = 0  # that the run is to do
+    workers: int = 0  # that the run file asks for
+    progress_limit_s: float = 0.0  # age of the newest step of a run that is stuck
+    usd_per_node_hour: float | None = None
+    epoch_samples: int = 0  # of one pass over the data
+
+    @staticmethod
+    def of(config: RunConfig) -> RunFacts:
+        """Return what a run's configuration says. Raises UserError for a cluster file that is
+        wrong."""
+        return RunFacts(
+            config.train.steps,
+            config.layout.workers,
+            STALLED_AFTER_TIMEOUTS * config.cluster.progress_seconds,
+            _price(config),
+            config.task.samples,
+        )
+
+
+def _price(config: RunConfig) -> float | None:
+    """Return dollars an hour of a mean node of `plan.cluster`; None if one has no price."""
+    if config.plan.cluster in ("", HERE):
+        return None
+    pools = read_cluster(config.plan.cluster).pools
+    prices = [pool.usd_per_hour for pool in pools if pool.usd_per_hour is not None]
+    if len(prices) < len(pools):
+        return None
+    nodes = [pool.nodes for pool in pools]
+    return sum(price * number for price, number in zip(prices, nodes, strict=True)) / sum(nodes)
 
 
 class RunMetrics:
@@ -139,9 +142,10 @@ class RunMetrics:
         *,
         flops_per_token: dict[str, float] | None = None,
         peak_flops: float | None = None,
+        facts: RunFacts | None = None,
     ) -> None:
-        self._registry = CollectorRegistry()
-        self._run_id = run_id
+        self.registry = CollectorRegistry()
+        self._run_id, self._facts = run_id, facts or RunFacts()
         self._flops = dict(flops_per_token or {}) if peak_flops else {}
         self._peak = peak_flops or 1.0
         self._lock = threading.Lock()
@@ -151,37 +155,59 @@ class RunMetrics:
         self._transfers: dict[str, TransferSum] = {}  # by kind of state
         self._committed = 0  # newest committed step
         self._at_risk: list[tuple[int, float]] = []  # steps since the last commit, their seconds
-        about = "Always 1; its labels describe the run"
-        names, words = ("run_id", *(info or {})), (info or {}).values()
-        described = Gauge("holdfast_run_info", about, names, registry=self._registry)
+        self._costs = dict.fromkeys(self._ledger.totals(), 0.0)  # dollars by class
+        self._priced = dict(self._costs)  # seconds by class that `_costs` has
+        self._nodes = 0  # of the newest generation
+        self._losses: deque[float] = deque(maxlen=_LOSS_WINDOW)
+        self._best = float("inf")  # smallest mean of `_losses`
+        self._interval = 0.0  # longest training between two commits
+        self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_WINDOW)  # times, steps
+        self._slow: set[tuple[str, int]] = set()  # nodes and processes of slow workers
+        names, words = (RUN_LABEL, *(info or {})), (info or {}).values()
+        about = CATALOGUE["run_info"].meaning
+        described = Gauge(f"{PREFIX}run_info", about, names, registry=self.registry)
         described.labels(run_id, *words).set(1)
-        self._gauges = {
-            name: Gauge(f"holdfast_{name}", about, ("run_id", *labels), registry=self._registry)
-            for name, (about, *labels) in _RUN_GAUGES.items()
+        self._metrics = {
+            name: self._make(spec)
+            for name, spec in CATALOGUE.items()
+            if spec.source == "run" and name != "run_info"
             if self._flops or name != "mfu_ratio"
         }
-        self._counters = {
-            name: Counter(f"holdfast_{name}", about, ("run_id", *labels), registry=self._registry)
-            for name, (about, *labels) in _COUNTERS.items()
-        }
-        self._histograms = {
-            name: Histogram(
-                f"holdfast_{name}",
-                about,
-                ("run_id", *labels),
-                buckets=_BYTES if name.endswith("bytes") else _SECONDS,
-                registry=self._registry,
+        for name, value in {
+            "target_steps": self._facts.steps,
+            "target_world_size": self._facts.workers,
+            "progress_limit_seconds": self._facts.progress_limit_s,
+        }.items():
+            if value:
+                self._set(name, value)
+
+    def _make(self, spec: MetricSpec) -> MetricWrapperBase:
+        """Return a metric. A counter whose labels have known values begins at 0 for each. (A rate
+        does not see the first increase of a series that was not there.)"""
+        names = (RUN_LABEL, *spec.labels)
+        if spec.kind == "histogram":
+            buckets = _BYTES if spec.unit == "bytes" else _SECONDS
+            return Histogram(
+                spec.full_name, spec.meaning, names, buckets=buckets, registry=self.registry
             )
-            for name, (about, *labels) in _HISTOGRAMS.items()
-        }
+        made = _KINDS[spec.kind](spec.full_name, spec.meaning, names, registry=self.registry)
+        if spec.kind == "counter":
+            for values in product(*spec.labels.values()):
+                made.labels(self._run_id, *values)
+        return made
 
     def observe(self, record: Record) -> None:
         with self._lock:
             self._ledger.observe(record)
+            before = self._book.current
             ended = self._book.observe(record, self._ledger.wall)
             if ended is not None:
+                self._count("recoveries", 1, "ok")
                 for phase, seconds in ended.phases.items():
                     self._observe("recovery_duration_seconds", seconds, phase)
+            elif before is not None and self._book.current not in (None, before):
+                first = self._book.current is not None and self._book.current.began != before.began
+                self._count("recoveries", int(first), "failed")
             self._take(record)
 
     def replay(self, records: Iterable[Record]) -> None:
@@ -194,18 +220,44 @@ class RunMetrics:
         with self._lock:
             return self._highest, self._committed
 
-    def render(self) -> bytes:
-        """Prometheus text format, version 0.0.4."""
+    def set_agents(self, answering: int) -> None:
+        """Say how many agents answer. An agent itself cannot know it, and has no such metric."""
+        with self._lock:
+            if "agents_answering" not in self._metrics:
+                self._metrics["agents_answering"] = self._make(CATALOGUE["agents_answering"])
+            self._set("agents_answering", answering)
+
+    def refresh(self) -> CollectorRegistry:
+        """Bring the sums up to date; return the registry with all samples."""
         with self._lock:
             for name, seconds in self._ledger.totals().items():
                 self._set("goodput_seconds", seconds, name)
             self._set("goodput_ratio", self._ledger.goodput, "run")
             self._set("work_at_risk_seconds", sum(seconds for _, seconds in self._at_risk))
-            return generate_latest(self._registry)
+            if self._facts.usd_per_node_hour is not None:
+                self._add_costs()
+                for name, dollars in self._costs.items():
+                    self._set("cost_usd", dollars, name)
+            return self.registry
+
+    def render(self) -> bytes:
+        """Prometheus text format, version 0.0.4."""
+        return generate_latest(self.refresh())
+
+    def _add_costs(self) -> None:
+        """Price the seconds since the last call with the nodes of the newest generation."""
+        price = (self._facts.usd_per_node_hour or 0.0) * self._nodes / 3600
+        totals = self._ledger.totals()
+        for name, seconds in totals.items():
+            paid = 0.0 if name == "stopped" else price
+            self._costs[name] += (seconds - self._priced[name]) * paid
+        self._priced = totals
 
     # --- one record -------------------------------------------------------------------------
     def _take(self, record: Record) -> None:
         event = record.event
+        if isinstance(event, StepDone | Evaluated | RunStarted | GenerationStarted):
+            self._set("progress_timestamp_seconds", record.time)
         if isinstance(event, StepDone):
             self._step(record, event)
         elif isinstance(event, Evaluated):
@@ -216,25 +268,70 @@ class RunMetrics:
             stops = [entry["stop"] for entry in event.entries]
             if stops:
                 self._set("data_position", max(stops))
+                if self._facts.epoch_samples:
+                    self._set("epochs", max(stops) / self._facts.epoch_samples)
         elif isinstance(event, RunStarted):
             self._set("session_start_timestamp_seconds", record.time)
+            self._count("requeues", int(event.resumed))
+            self._enter("running")
+            self._set("recovering", 1)
         elif isinstance(event, GenerationStarted):
-            self._set("generation", record.generation)
-            self._set("world_size", len(event.topology.get("nodes", ())))
-            self._count("membership_changes", 1, event.reason)
-            self._at_risk = [pair for pair in self._at_risk if pair[0] <= event.step]
+            self._generation(record, event)
+        elif type(event) in _ENDS:
+            self._enter(_ENDS[type(event)])
         elif isinstance(event, NonFinite):
             self._count("nonfinite_steps", 1)
         elif isinstance(event, MemoryUsed):
             self._transfers = add_transfers(self._transfers, event)
-            for kind in event.transfers:
+            self._set("memory_bytes", event.bytes, str(event.rank))
+            for kind, (nbytes, _, _) in event.transfers.items():
+                self._count("transfer_bytes", nbytes, kind)
                 self._set("transfers_hidden_ratio", self._transfers[kind].hidden, kind)
         elif isinstance(event, RequestsRefused):
             for listener, reasons in event.counts.items():
                 for reason, number in reasons.items():
                     self._count("refused_requests", number, listener, reason)
-        else:
+        elif not self._trouble(event):
             self._checkpoint(record)
+
+    def _trouble(self, event: Event) -> bool:
+        """Take a loss, a notice or a judgement; return False for any other event."""
+        match event:
+            case WorkerLost():
+                known = CATALOGUE["worker_losses"].labels["noticed_by"]
+                how = event.noticed_by if event.noticed_by in known else "stuck"
+                self._count("worker_losses", 1, how)
+                self._set("recovering", 1)
+            case NoticeReceived():
+                self._count("preemptions", max(1, len(event.nodes)))
+            case NoticesUnheard():
+                self._count("notices_unanswered", 1)
+            case StateDiffers():
+                self._count("state_differences", 1)
+            case WorkerPaced():
+                is_slow = event.pace in ("slow", "standby", "out")
+                (self._slow.add if is_slow else self._slow.discard)((event.node, event.pid))
+                self._set("slow_workers", len(self._slow))
+            case _:
+                return False
+        return True
+
+    def _enter(self, state: str) -> None:
+        for name in RUN_STATES:
+            self._set("run_state", int(name == state), name)
+
+    def _generation(self, record: Record, event: GenerationStarted) -> None:
+        nodes = event.topology.get("nodes", ())
+        if self._nodes:  # of the first generation, the nodes that started are paid, too
+            self._add_costs()
+        self._nodes, self._slow = len(set(nodes)), set()
+        self._set("generation", record.generation)
+        self._set("world_size", len(nodes))
+        self._set("slow_workers", 0)
+        self._set("recovering", 1)
+        self._count("membership_changes", 1, event.reason)
+        self._at_risk = [pair for pair in self._at_risk if pair[0] <= event.step]
+        self._pace.clear()
 
     def _step(self, record: Record, event: StepDone) -> None:
         again = event.step <= self._highest
@@ -242,12 +339,24 @@ class RunMetrics:
         self._count("tokens", event.tokens, "replayed" if again else "unique")
         self._at_risk.append((event.step, event.seconds))
         self._set("step", event.step)
+        self._set("recovering", 0)
         self._set("last_step_timestamp_seconds", record.time)
         self._set("loss", event.loss)
+        self._losses.append(event.loss)
+        self._set("loss_recent", fmean(self._losses))
+        if len(self._losses) == _LOSS_WINDOW:
+            self._best = min(self._best, fmean(self._losses))
+            self._set("loss_best", self._best)
         self._set("grad_norm", event.grad_norm)
         self._set("learning_rate", event.learning_rate)
+        self._pace.append((record.time, event.step))
+        (begun, first), (now, last) = self._pace[0], self._pace[-1]
+        if self._facts.steps and last > first and now > begun:
+            pace = (now - begun) / (last - first)
+            self._set("remaining_seconds", max(0, self._facts.steps - event.step) * pace)
         for name, value in event.metrics.items():
             self._set("objective_mean", value, name)
+        self._observe("step_seconds", event.seconds)
         named = {_PHASES.get(name, name): seconds for name, seconds in event.phases.items()}
         named["other"] = max(0.0, event.seconds - sum(event.phases.values()))
         for phase, seconds in named.items():
@@ -268,6 +377,9 @@ class RunMetrics:
         if isinstance(event, CheckpointCaptured) and event.rank == 0:
             self._observe("checkpoint_blocking_seconds", event.seconds)
         elif isinstance(event, CheckpointCommitted):
+            saved = sum(seconds for step, seconds in self._at_risk if step <= event.step)
+            self._interval = max(self._interval, saved)
+            self._set("checkpoint_interval_seconds", self._interval)
             self._committed = max(self._committed, event.step)
             self._observe("checkpoint_duration_seconds", event.seconds, _DISK, "commit")
             self._observe("checkpoint_bytes", event.bytes, _DISK)
@@ -282,30 +394,27 @@ class RunMetrics:
             self._observe("checkpoint_bytes", event.bytes, _BUCKET)
 
     def _set(self, gauge: str, value: float, *labels: str) -> None:
-        self._gauges[gauge].labels(self._run_id, *labels).set(value)
+        self._metrics[gauge].labels(self._run_id, *labels).set(value)  # type: ignore[attr-defined]
 
     def _count(self, counter: str, amount: float, *labels: str) -> None:
-        self._counters[counter].labels(self._run_id, *labels).inc(amount)
+        self._metrics[counter].labels(self._run_id, *labels).inc(amount)  # type: ignore[attr-defined]
 
     def _observe(self, histogram: str, value: float, *labels: str) -> None:
-        self._histograms[histogram].labels(self._run_id, *labels).observe(value)
+        self._metrics[histogram].labels(self._run_id, *labels).observe(value)  # type: ignore[attr-defined]
 
 
 READ_EVERY_S = 10.0
 """Least time between two calls of the tool: each costs some 0.1 s of a processor."""
 
-_GAUGES = (
-    ("utilisation_ratio", "utilisation", "Share of the last sample in which a kernel ran"),
-    ("memory_used_bytes", "memory_used_bytes", "Memory in use, of all processes"),
-    ("memory_total_bytes", "memory_total_bytes", "Memory that the device has"),
-    ("power_watts", "power_w", "Power that the device draws"),
-    ("temperature_celsius", "temperature_c", "Temperature of the device"),
-    (
-        "uncorrected_memory_errors",
-        "uncorrected_errors",
-        "Uncorrected ECC errors since the driver was loaded",
-    ),
-)
+_READINGS = {
+    "device_utilisation_ratio": "utilisation",
+    "device_memory_used_bytes": "memory_used_bytes",
+    "device_memory_total_bytes": "memory_total_bytes",
+    "device_power_watts": "power_w",
+    "device_temperature_celsius": "temperature_c",
+    "device_uncorrected_memory_errors": "uncorrected_errors",
+}
+"""Metric -> field of `DeviceReading`."""
 
 
 class DeviceMetrics:
@@ -344,9 +453,10 @@ class DeviceMetrics:
         """The gauges of every device; the registry calls it."""
         if self._read_at is None:
             return
-        for title, field, about in _GAUGES:
+        for name, field in _READINGS.items():
+            spec = CATALOGUE[name]
             gauge = GaugeMetricFamily(
-                f"holdfast_device_{title}", about, labels=("run_id", "device", "name")
+                spec.full_name, spec.meaning, labels=(RUN_LABEL, *spec.labels)
             )
             for reading in self._readings:
                 value = getattr(reading, field)
@@ -354,8 +464,7 @@ class DeviceMetrics:
                     gauge.add_metric((self._run_id, reading.index, reading.name), value)
             if gauge.samples:
                 yield gauge
-        when = GaugeMetricFamily(
-            "holdfast_device_read_timestamp_seconds", "When they were read", labels=("run_id",)
-        )
+        spec = CATALOGUE["device_read_timestamp_seconds"]
+        when = GaugeMetricFamily(spec.full_name, spec.meaning, labels=(RUN_LABEL,))
         when.add_metric((self._run_id,), self._read_at)
         yield when

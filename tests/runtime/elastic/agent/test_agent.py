@@ -311,7 +311,7 @@ def result_of(event: Event | None, code: int) -> int:
             result_reporter=SimpleNamespace(print_result=lambda result: None)
         ),
         node_runner=SimpleNamespace(closing_reason=""),
-        shutdown_controller=SimpleNamespace(reason="", ended_by=None),
+        shutdown_controller=SimpleNamespace(reason="", ended_code=None),
     )
     return NodeResult(parts).report_result(RunResult(event, "", code))
 

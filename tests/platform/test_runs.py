@@ -1,0 +1,160 @@
+"""The registry of runs, and a budget that stops a run: of real runs."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import BudgetReached, NodesPresent, RunStopped, StepDone
+from holdfast.policy.spending import meter_of
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_store import FolderStore
+from holdfast_platform.observe.runs import RunsRegistry
+from tests.runtime.cli.conftest import Trained, trained
+from tests.support.commands import start, within, write_run_file
+from tests.support.followed_run import FollowedRun, assert_same_bits
+
+__all__ = ["trained"]
+
+CLUSTER = "pools:\n  small: {device: cpu, devices: 2, nodes: 1, usd_per_hour: 3600}\n"
+"""A dollar a second."""
+PLAIN = (
+    *("train.schedule.kind=constant", "checkpoint.every_steps=0", "train.evaluate.every=0"),
+    *("layout.workers=1", "tags={team: search, project: demo}"),
+)
+
+
+def priced_run_file(root: Path) -> Path:
+    run_file = write_run_file(root)
+    (root / "cluster.yaml").write_text(CLUSTER)
+    run_file.write_text(run_file.read_text() + f"plan: {{cluster: {root}/cluster.yaml}}\n")
+    return run_file
+
+
+def stays_of(folder: Path) -> float:
+    return meter_of(read_journal(FolderStore(folder))).spent().usd
+
+
+def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_continues_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    run_file = priced_run_file(tmp_path)
+    words = ("train", run_file, *PLAIN, "--yes", "train.steps=100000", "budget.max_cost=6")
+    ended = FollowedRun(tmp_path / "run", start(*words)).end()
+    assert ended.code == 4, ended.err
+    records = read_journal(FolderStore(tmp_path / "run"))
+    steps = [r for r in records if isinstance(r.event, StepDone)]
+    last = max(r.event.step for r in steps)
+    (stopped,) = (r.event for r in records if isinstance(r.event, RunStopped))
+    assert stopped.step == last, "the state after the last step is committed"
+    begun = next(r.time for r in records if isinstance(r.event, NodesPresent))
+    slowest = max(r.event.seconds for r in steps)
+    assert max(r.time for r in steps) - begun <= 6 + slowest, "at most one step beyond the budget"
+
+    # The same budget begins no more; a larger one continues.
+    within(*words, "budget.max_cost=1").refuses_last("budget.max_cost", code=4)
+    steps_now = f"train.steps={last + 10}"
+    within("train", run_file, *PLAIN, steps_now, "budget.max_cost=60").succeeds()
+    within("train", run_file, *PLAIN, steps_now, f"folder={tmp_path}/undisturbed").succeeds()
+    assert_same_bits(tmp_path / "run", tmp_path / "undisturbed", last + 10)
+
+
+def test_a_run_that_asks_continues_when_its_budget_is_raised(tmp_path: Path) -> None:
+    run_file = priced_run_file(tmp_path)
+    run = FollowedRun(
+        tmp_path / "run",
+        start(
+            *("train", run_file, *PLAIN, "train.steps=250", "budget.max_cost=10"),
+            *("budget.on_exceed=ask", "budget.warn_at=0.05"),
+        ),
+    )
+    asked = run.until(lambda r: isinstance(r.event, BudgetReached)).event
+    assert isinstance(asked, BudgetReached)
+    assert asked.action == "near"
+    command = asked.command.split()
+    assert command[:3] == ["holdfast", "runs", "budget"]
+    within(*command[1:], "9").refuses("can only rise")
+    within(*command[1:], "9000").succeeds()
+    run.until(lambda r: isinstance(r.event, BudgetReached) and r.event.action == "raised")
+    assert run.end().code == 0
+    told = json.loads(within("runs", "budget", run_file, "--json").succeeds().out)
+    assert told["limits"] == {"max_cost": 9000}
+    assert told["usd"] == pytest.approx(stays_of(tmp_path / "run"))
+
+
+def test_a_budget_in_dollars_needs_a_price(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    within("train", run_file, "budget.max_cost=6").refuses_last(
+        "budget.max_cost", "plan.cluster", "max_node_hours"
+    )
+
+
+def test_rows_come_from_journals_and_are_found_by_tags(trained: Trained, tmp_path: Path) -> None:
+    file = ("--registry", tmp_path / "runs.sqlite")
+    for name, team in (("a", "search"), ("b", "ads")):
+        shutil.copytree(trained.folder, tmp_path / "runs" / name)
+        for segment in (tmp_path / "runs" / name / "journal").glob("*/*.jsonl"):
+            text = segment.read_text()
+            segment.write_text(
+                text.replace('"resumed":false', f'"resumed":false,"tags":{{"team":"{team}"}}')
+            )
+    within("runs", "add", tmp_path / "runs", *file).succeeds()
+    found = json.loads(within("runs", "list", "--json", *file).succeeds().out)
+    assert {Path(row["place"]).name: row["tags"] for row in found} == {
+        "a": {"team": "search"},
+        "b": {"team": "ads"},
+    }
+    assert {row["state"] for row in found} == {"finished"}
+    assert all(row["node_hours"] > 0 for row in found)
+    only = json.loads(within("runs", "list", "--tag", "team=ads", "--json", *file).succeeds().out)
+    assert [Path(row["place"]).name for row in only] == ["b"]
+
+    # A lost file is made again, with the same rows but for the time of the look.
+    (tmp_path / "runs.sqlite").unlink()
+    within("runs", "add", tmp_path / "runs", *file).succeeds()
+    again = json.loads(within("runs", "list", "--json", *file).succeeds().out)
+    assert [{**row, "seen": 0} for row in again] == [{**row, "seen": 0} for row in found]
+
+    # A run whose folder is missing keeps its row; a new one shows by itself.
+    (tmp_path / "runs" / "b").rename(tmp_path / "runs" / "c")
+    rows = json.loads(within("runs", "list", "--json", *file).succeeds().out)
+    states = {Path(row["place"]).name: row["state"] for row in rows}
+    assert states == {"a": "finished", "b": "missing", "c": "finished"}
+    within("runs", "forget", tmp_path / "runs", *file).succeeds()
+    assert json.loads(within("runs", "list", "--json", *file).succeeds().out) == []
+    within("runs", "forget", tmp_path / "runs", *file).refuses("does not know")
+
+
+def _look(path: Path, place: Path) -> None:
+    registry = RunsRegistry(path)
+    for _ in range(5):
+        registry.add(str(place))
+        registry.refresh(anew=True)
+
+
+def test_several_processes_may_write_the_registry(trained: Trained, tmp_path: Path) -> None:
+    for name in "abc":
+        shutil.copytree(trained.folder, tmp_path / "runs" / name)
+    path = tmp_path / "runs.sqlite"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_look, args=(path, tmp_path / "runs")) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+        assert writer.exitcode == 0
+    rows = RunsRegistry(path).entries()
+    assert len(rows) == 3
+    assert {row.state for row in rows} == {"finished"}
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.sqlite"
+    file.write_text("no database, but long enough to be read as one" * 100)
+    within("runs", "list", "--registry", file).refuses("no registry of runs", "runs add")
+    within("runs", "add", tmp_path / "nothing").refuses("there is no run here")
+    within("runs", "list", "--tag", "team").refuses("KEY=VALUE")
