@@ -64,6 +64,4 @@ def log_reader(folder: Path) -> LogReader:
 def _lines(number: int, finding: Finding) -> list[str]:
     lines = [f"{number}. step {finding.step:,}: {finding.sentence}"]
     lines += [f"   {item.place}: {item.text}" for item in finding.evidence]
-    if runbook := MODES[finding.mode].runbook:
-        lines.append(f"   runbook: {runbook}")
-    return lines
+    return [*lines, f"   runbook: docs/runbooks/{MODES[finding.mode].runbook}.md"]

@@ -51,6 +51,7 @@ class WorkerPace(JsonRow):
     load: seconds in which it was ready to run and had no processor; elements of the microbatches.
     """
 
+    absent_if_default = frozenset({"load"})
     pid: int
     position: str
     seconds: float

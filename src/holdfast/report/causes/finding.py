@@ -11,7 +11,7 @@ from holdfast.events import Record
 
 
 class Mode(StrEnum):
-    """The failure modes. The last three are no runbook's, but happen."""
+    """The ten failure modes, two more that happen, and what is not explained."""
 
     STARTUP_CRASH = "startup-crash"
     STRAGGLER = "straggler"
@@ -30,26 +30,29 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class ModeText:
-    """What a mode is called, and what to look at if the journal does not say enough."""
+    """What a mode is called, its runbook, and what would tell if the journal says too little."""
 
     title: str
+    runbook: str  # a page of docs/runbooks
     would_tell: str
 
 
 MODES: dict[Mode, ModeText] = {
-    Mode.STARTUP_CRASH: ModeText("start-up crash", "the worker's log"),
-    Mode.STRAGGLER: ModeText("straggler", "clock rates and temperatures of the node"),
-    Mode.NETWORK_TIMEOUT: ModeText("network time-out", "whether the node answers, and its links"),
-    Mode.CHECKPOINT_CORRUPTION: ModeText("checkpoint corruption", "holdfast checkpoint verify"),
-    Mode.DIVERGENCE: ModeText("divergence", "the loss of the steps before it"),
-    Mode.OUT_OF_MEMORY: ModeText("out of memory", "the kernel's log of the node"),
-    Mode.PREEMPTION: ModeText("preemption", "the cloud's or the scheduler's events of the node"),
-    Mode.CONTENTION: ModeText("contention", "the other processes of the node"),
-    Mode.WRONG_TOPOLOGY: ModeText("wrong topology", "holdfast layout"),
-    Mode.DATA_SKEW: ModeText("data skew", "holdfast data inspect"),
-    Mode.WORKER_CRASH: ModeText("worker crash", "the worker's log"),
-    Mode.HANG: ModeText("hang", "a stack of the process, taken while it hangs"),
-    Mode.NOT_KNOWN: ModeText("not known", "the logs of the agents"),
+    Mode.STARTUP_CRASH: ModeText("start-up crash", "restart-loop", "the worker's log"),
+    Mode.STRAGGLER: ModeText("straggler", "worker-slow", "the node's clock rates and heat"),
+    Mode.NETWORK_TIMEOUT: ModeText("network time-out", "network-fault", "whether the node answers"),
+    Mode.CHECKPOINT_CORRUPTION: ModeText(
+        "checkpoint corruption", "checkpoint-corrupt", "'holdfast checkpoint verify'"
+    ),
+    Mode.DIVERGENCE: ModeText("divergence", "step-not-finite", "the losses before it"),
+    Mode.OUT_OF_MEMORY: ModeText("out of memory", "worker-lost", "the kernel's log of the node"),
+    Mode.PREEMPTION: ModeText("preemption", "node-preempted", "the scheduler's events of the node"),
+    Mode.CONTENTION: ModeText("contention", "worker-slow", "the other processes of the node"),
+    Mode.WRONG_TOPOLOGY: ModeText("wrong topology", "worker-slow", "'holdfast layout'"),
+    Mode.DATA_SKEW: ModeText("data skew", "worker-slow", "the lengths of the samples"),
+    Mode.WORKER_CRASH: ModeText("worker crash", "worker-lost", "the kernel's log of the node"),
+    Mode.HANG: ModeText("hang", "worker-lost", "a stack of the process, taken while it hangs"),
+    Mode.NOT_KNOWN: ModeText("not known", "restart-loop", "the logs of the agents"),
 }
 
 
@@ -81,7 +84,7 @@ class Finding:
         """The finding for people, without its evidence."""
         text = f"{MODES[self.mode].title}: {self.cause}"
         if not self.is_certain:
-            text += f" That is not certain; {MODES[self.mode].would_tell} would tell."
+            text += f" That is not certain. What would tell: {MODES[self.mode].would_tell}."
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +93,8 @@ class Finding:
             "mode": str(self.mode),
             "cause": self.cause,
             "is_certain": self.is_certain,
+            "would_tell": "" if self.is_certain else MODES[self.mode].would_tell,
+            "runbook": f"runbooks/{MODES[self.mode].runbook}.md",
             "rank": self.rank,
             "node": self.node,
             "generation": self.generation,

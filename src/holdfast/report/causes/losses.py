@@ -32,8 +32,11 @@ _CONNECTION = re.compile(
     r"timed? ?out|connection (closed|reset|refused)|unreachable|no route|broken pipe", re.IGNORECASE
 )
 _CONSEQUENCE = re.compile(
-    r"was interrupted|a peer was lost|lost (its|a) peers?|^paused after step|newer generation|is not finite"
+    r"was interrupted|a peer was lost|lost (its|a) peers?|^paused after step|newer generation"
+    r"|is not finite"
 )
+_SILENT = "not heard"
+"""The beginning of the cause of a node that the coordinator gave up because it fell silent."""
 _HANG_SIGNS = ("stopped", "silent", "behind", "device", "progress")
 _EXCHANGE = re.compile(r"in step \d+, (reduce|vote)")
 _WORKER = re.compile(r"^worker (\d+): (.*)", re.DOTALL)
@@ -87,7 +90,7 @@ def _ended_workers(story: GenerationStory) -> Iterator[_Ended]:
 
 
 def _root_of(ended: list[_Ended], cause: str) -> _Ended | None:
-    """Return the worker that the coordinator names, or else the one whose end came first."""
+    """Return the worker that the coordinator names. If it names none, return the first to end."""
     named = _WORKER.match(cause)
     if named:
         rank, text = int(named[1]), named[2]
@@ -111,7 +114,7 @@ def _of_worker(
     if _MEMORY.search(said):
         mode, cause = Mode.OUT_OF_MEMORY, f"{who} asked for memory that it did not get."
     elif root.noticed_by == "heartbeat":
-        mode, (cause, certain) = Mode.NETWORK_TIMEOUT, _unheard(story, node, root.text)
+        mode, cause, certain = _node_lost(story, node, root.text)
         same = {one.rank for one in ended if story.node_of(one.rank) == node}
         rank = root.rank if len(same) == 1 else None
     elif root.noticed_by in _HANG_SIGNS and (inside := _EXCHANGE.search(root.text)):
@@ -133,13 +136,16 @@ def _of_worker(
     )
 
 
-def _unheard(story: GenerationStory, node: str, text: str) -> tuple[str, bool]:
-    """Return the sentence about a node that fell silent, and whether the network is to blame."""
-    alone = [e for _, e in story.of(MajorityLacked) if e.node == node and e.nodes]
-    cause = f"{node} was {text}."
-    if alone:
-        return f"{cause} It lives, and did not reach the coordinator.", True
-    return f"{cause} Either its processes ended, or the network between the nodes failed.", False
+def _node_lost(story: GenerationStory, node: str, text: str) -> tuple[Mode, str, bool]:
+    """Return mode and sentence of a node that was lost, and whether that is certain."""
+    if not text.startswith(_SILENT):
+        cause = f"{node} was lost ({text}). Nothing says what ended it."
+        return Mode.WORKER_CRASH, cause, False
+    if any(event.node == node and event.nodes for _, event in story.of(MajorityLacked)):
+        cause = f"{node} was {text}. It lives, and did not reach the coordinator."
+        return Mode.NETWORK_TIMEOUT, cause, True
+    cause = f"{node} was {text}. Its processes ended, or the network between the nodes failed."
+    return Mode.NETWORK_TIMEOUT, cause, False
 
 
 def _of_reason(story: GenerationStory, reason: str, cause: str) -> Finding:
