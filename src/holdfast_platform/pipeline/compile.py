@@ -16,10 +16,9 @@ from typing import Any
 
 from holdfast.config.loading.yaml_tree import dump
 from holdfast_platform.pipeline.file import Pipeline, references
-from holdfast_platform.pipeline.stages import Stage
+from holdfast_platform.pipeline.stages import NO_RETRY, Stage
 
 RETRIES = 5  # of a step; a machine that is taken back costs one
-NO_RETRY = (2, 4)  # refused, over budget: a person has to change something
 
 
 @dataclass(frozen=True)
