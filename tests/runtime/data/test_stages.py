@@ -129,7 +129,7 @@ def test_length_and_patterns() -> None:
 
 
 def test_planted_personal_data_is_found() -> None:
-    """1,000 items of twelve kinds: at least 95 % of them are replaced, of no kind less than 85 %."""
+    """1,000 items of twelve kinds: at least 95 % are replaced, of each kind 85 %."""
     rng = random.Random(11)
     stage = chain({"kind": "personal_data"})
     found = dict.fromkeys(PERSONAL_ITEMS, 0)
