@@ -53,8 +53,8 @@ class Browser:
         self._session = found["sessionId"]
         self.call("Page.enable")
 
-    def open(self, path: Path, width: int, height: int = 900) -> None:
-        """Show a file in a window of that many CSS pixels."""
+    def open(self, path: Path | str, width: int, height: int = 900) -> None:
+        """Show a file, or a page of HTTP, in a window of that many CSS pixels."""
         mobile = width < 700
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -63,9 +63,24 @@ class Browser:
             deviceScaleFactor=1,
             mobile=mobile,
         )
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while self.value(f"{LOADED} && location.protocol === 'file:'") is not True:
+        url = path if isinstance(path, str) else path.resolve().as_uri()
+        self.call("Page.navigate", url=url)
+        scheme = url.partition(":")[0]
+        while self.value(f"{LOADED} && location.protocol === '{scheme}:'") is not True:
             continue
+
+    def paint(self, scheme: str) -> None:
+        """Show pages as a system does whose scheme of colours is light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def press(self, key: str) -> None:
+        """Press a key, by its name of the DOM: Tab, ArrowLeft, Enter."""
+        for kind in ("rawKeyDown", "keyUp"):
+            code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "End": 35}[key]
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
 
     def value(self, expression: str) -> Any:
         """Return the JSON value of a JavaScript expression in the page."""

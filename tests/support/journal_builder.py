@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from holdfast.config.loading.load import resolve_config
 from holdfast.events import (
     CheckpointCaptured,
     CheckpointCommitted,
@@ -22,8 +26,10 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
     WorkerStarted,
+    to_json,
 )
 from holdfast.layout import Layout, place_layout
+from holdfast.wire.journal import segment_key
 
 
 @dataclass
@@ -159,3 +165,21 @@ def lossy_run(**options: Any) -> Scribe:
     run.commit(30, after=0.5)
     run.finish(after=0.5)
     return run
+
+
+def store_run(folder: Path, records: Iterable[Record], steps: int, *settings: str) -> None:
+    """Write records as the journal of a run folder that commands open. settings: key=value."""
+    folder.mkdir(parents=True)
+    append_records(folder, records)
+    given = [f"train.steps={steps}", f"folder={folder}", *settings]
+    resolved = resolve_config(None, "command line", given).to_json()
+    (folder / "resolved.json").write_text(json.dumps(resolved))
+
+
+def append_records(folder: Path, records: Iterable[Record]) -> None:
+    """Append records to the segments of a run's journal."""
+    for record in records:
+        path = folder / segment_key(record.generation, record.writer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as segment:
+            segment.write(json.dumps(to_json(record)) + "\n")

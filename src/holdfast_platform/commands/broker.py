@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.show.output import print_line, say
-
-MOST_CONNECTIONS = 64
 
 app = make_app("Launch runs for a platform that speaks the Open Service Broker API.")
 
@@ -36,16 +33,11 @@ def broker(
     """
     from holdfast.config.sections.peers import is_loopback
     from holdfast.errors import UserError
+    from holdfast.wire.http.asgi import require_web_packages, serve_asgi
     from holdfast.wire.http.sockets import address_of, bind_listener
     from holdfast.wire.secret import read_secret
 
-    for package in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"this needs the package {package}",
-                where="holdfast broker",
-                remedy="install it with: pip install 'holdfast[broker]'",
-            )
+    require_web_packages("holdfast broker", "broker")
     if runs.exists() and not runs.is_dir():
         raise UserError("this is no folder", where=str(runs), remedy="name another with --runs")
     from holdfast_platform.broker.app import make_app as make_web_app
@@ -61,29 +53,5 @@ def broker(
         print_line({"address": address_of(bound)})
     else:
         say(f"listening at http://{address_of(bound)}; Ctrl-C ends the broker, and no run")
-    _serve(make_web_app(instances, password), bound)
+    serve_asgi(make_web_app(instances, password), bound)
     return 0
-
-
-def _serve(web_app: Any, bound: Any) -> None:
-    import asyncio
-    import signal
-
-    import uvicorn
-
-    settings = uvicorn.Config(
-        web_app,
-        http="h11",
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=5,
-    )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # uvicorn sends itself the signal again at its end
-    asyncio.run(uvicorn.Server(settings).serve(sockets=[bound]))

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.loading.load import resolve_config
 from holdfast.events import CheckpointFailed, MemoryUsed, NonFinite, SettingIgnored
-from holdfast.report.history.history import History, build_history
+from holdfast.report.history.history import build_history
 from holdfast.report.page import page
 from tests.support.browser import Browser, browser
 from tests.support.journal_builder import Scribe, lossy_run
@@ -52,7 +52,7 @@ NEWEST_STEP = """(() => {
 })()"""
 
 
-def eventful_run() -> History:
+def eventful_run() -> Scribe:
     """Every part of the page: losses, joins, many checkpoints, long names, notices, memory."""
     run = Scribe()
     run.start()
@@ -81,7 +81,7 @@ def eventful_run() -> History:
     run.steps(1001, 1500)
     run.evaluate(1500)
     run.finish()
-    return build_history(run.records)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,8 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", ["eventful", "lossy"])
 def test_nothing_is_cut(name: str, width: int, tab: Browser, tmp_path: Path) -> None:
-    history = eventful_run() if name == "eventful" else build_history(lossy_run().records)
+    run = eventful_run() if name == "eventful" else lossy_run()
+    history = build_history(run.records)
     config: dict[str, Any] = resolve_config(None, "command line", ["train.steps=1500"]).to_json()
     target = tmp_path / "report.html"
     page.write_result(

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from holdfast.plan.catalogue import CATALOGUE_FILE, load_catalogue
+from holdfast.wire.http import asgi
 from holdfast_platform.broker.instances import Instances
 from holdfast_platform.clusters.ray import RayKind
 from holdfast_platform.commands import broker
@@ -30,7 +31,7 @@ def begin_beside_another(lab: Lab) -> None:
 def serve(lab: Lab) -> None:
     installed = lab.settings.get("installed", True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broker, "_serve", lambda *_: None)
+        patch.setattr(asgi, "serve_asgi", lambda *_: None)
         spec = ModuleSpec("starlette", None) if installed else None
         patch.setattr("importlib.util.find_spec", lambda name: spec)
         runs: Path = lab.folder / lab.settings["runs"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from email.message import Message
 from functools import partial
@@ -19,25 +18,16 @@ from urllib.error import HTTPError
 import pytest
 
 from holdfast.core.data.lineage import split_effective
-from holdfast.events import Record, StepDone, to_json
+from holdfast.events import StepDone
 from holdfast.report.trackers.process import RETRY_EXIT_CODE, TrackerSpec
 from holdfast.report.trackers.tracker import Tracker
 from holdfast.wire.child_command import module_command
-from holdfast.wire.journal import segment_key
 from tests.runtime.report.test_metrics import as_tensorboard_shows
-from tests.support.journal_builder import loss_at, lossy_run
+from tests.support.journal_builder import append_records, loss_at, lossy_run
 from tests.support.ranks import DEADLINE_S, ROOT, wait_until
 from tests.support.tracker_server import TRACKER, TrackerServer
 
 SECRETIVE = "tests.support.tracker_server:SecretiveTracker"
-
-
-def write_journal(folder: Path, records: Sequence[Record]) -> None:
-    for record in records:
-        path = folder / segment_key(record.generation, record.writer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(to_json(record)) + "\n")
 
 
 def spec_of(folder: Path, tracker: str, **values: Any) -> TrackerSpec:
@@ -106,7 +96,7 @@ def is_complete(folder: Path) -> None:
 
 
 def test_csv_of_a_finished_run(tmp_path: Path) -> None:
-    write_journal(tmp_path, lossy_run().records)
+    append_records(tmp_path, lossy_run().records)
     assert deliver(spec_of(tmp_path, "csv")) == 0, log_of(tmp_path)
     is_complete(tmp_path)
     before = (tmp_path / "trackers" / "csv" / "train.csv").read_bytes()
@@ -119,7 +109,7 @@ def test_killed_while_it_follows(tmp_path: Path) -> None:
     records = lossy_run().records
     table = tmp_path / "trackers" / "csv" / "train.csv"
     for place in (30, 45, len(records)):
-        write_journal(tmp_path, records[:place])
+        append_records(tmp_path, records[:place])
         with following(spec_of(tmp_path, "csv")) as process:
             effective, _ = split_effective(records[:place])
             newest = max(r.event.step for r in effective if isinstance(r.event, StepDone))
@@ -130,7 +120,7 @@ def test_killed_while_it_follows(tmp_path: Path) -> None:
             file.write("9999,1.0,2.5\n31,0.")
         for path in (tmp_path / "journal").rglob("*.jsonl"):
             path.unlink()
-    write_journal(tmp_path, records)
+    append_records(tmp_path, records)
     assert deliver(spec_of(tmp_path, "csv")) == 0, log_of(tmp_path)
     is_complete(tmp_path)
 
@@ -139,7 +129,7 @@ def test_tensorboard_shows_one_continuous_curve_over_restarts_and_sessions(tmp_p
     records = lossy_run().records
     split = next(i for i, record in enumerate(records) if record.generation == 3)
     for part in (records[:split], records[split:]):
-        write_journal(tmp_path, part)
+        append_records(tmp_path, part)
         assert deliver(spec_of(tmp_path, "tensorboard")) == 0, log_of(tmp_path)
     folder = tmp_path / "tensorboard"
     losses = as_tensorboard_shows(folder, "train/loss")
@@ -152,7 +142,7 @@ def test_tensorboard_shows_one_continuous_curve_over_restarts_and_sessions(tmp_p
 
 def test_a_server_that_hangs_refuses_dies_and_returns(tmp_path: Path) -> None:
     """Each failure ends the process with the code that asks for another one; nothing is lost."""
-    write_journal(tmp_path, lossy_run().records)
+    append_records(tmp_path, lossy_run().records)
     with TrackerServer() as server:
         spec = spec_of(tmp_path, TRACKER, options={"url": server.url}, timeout_s=0.5)
         for mode in ("hang", "refuse", "die"):
@@ -175,13 +165,13 @@ def test_a_server_that_hangs_refuses_dies_and_returns(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_in_the_middle(tmp_path: Path) -> None:
     records = lossy_run().records
-    write_journal(tmp_path, records[:30])
+    append_records(tmp_path, records[:30])
     with TrackerServer() as server:
         spec = spec_of(tmp_path, TRACKER, options={"url": server.url}, timeout_s=20.0)
         with following(spec) as process:
             wait_until(lambda: server.steps()[-1:] == [10], what="the first part")
             server.mode = "die"
-            write_journal(tmp_path, records[30:])
+            append_records(tmp_path, records[30:])
             assert process.wait(DEADLINE_S) == RETRY_EXIT_CODE
         server.mode = "ok"
         assert deliver(spec) == 0, log_of(tmp_path)
@@ -189,7 +179,7 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_keys_of_other_programs_reach_no_file(tmp_path: Path) -> None:
-    write_journal(tmp_path, lossy_run().records[:5])
+    append_records(tmp_path, lossy_run().records[:5])
     secrets = {"WANDB_API_KEY": "0123456789abcdef", "MLFLOW_TRACKING_PASSWORD": "hunter22"}
     assert deliver(spec_of(tmp_path, SECRETIVE), **secrets) == RETRY_EXIT_CODE
     log = log_of(tmp_path)
@@ -203,7 +193,7 @@ def test_keys_of_other_programs_reach_no_file(tmp_path: Path) -> None:
 
 
 def test_one_process_serves_a_tracker(tmp_path: Path) -> None:
-    write_journal(tmp_path, lossy_run().records)
+    append_records(tmp_path, lossy_run().records)
     with following(spec_of(tmp_path, "csv")):
         lock = tmp_path / "trackers" / "csv" / "train.csv"
         wait_until(lock.exists, what="the first process")
@@ -212,7 +202,7 @@ def test_one_process_serves_a_tracker(tmp_path: Path) -> None:
 
 
 def test_mistakes_end_it_for_good(tmp_path: Path) -> None:
-    write_journal(tmp_path, lossy_run().records[:5])
+    append_records(tmp_path, lossy_run().records[:5])
     assert deliver(spec_of(tmp_path, "csv", options={"foldr": "x"})) == 2
     assert "the tracker csv has no option 'foldr'; its options: folder" in log_of(tmp_path)
     assert deliver(spec_of(tmp_path, "json:dumps")) == 2
@@ -224,7 +214,7 @@ def test_mistakes_end_it_for_good(tmp_path: Path) -> None:
 
 
 def test_a_refusal_that_does_not_pass_ends_it_with_its_reason(tmp_path: Path) -> None:
-    write_journal(tmp_path, lossy_run().records[:5])
+    append_records(tmp_path, lossy_run().records[:5])
     with TrackerServer() as server:
         server.mode = "403"
         spec = spec_of(tmp_path, TRACKER, options={"url": server.url})
@@ -264,7 +254,7 @@ def test_an_installed_tracker_is_found_by_its_entry_point(tmp_path: Path) -> Non
     site.mkdir(parents=True)
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (site / "entry_points.txt").write_text(f"[holdfast.trackers]\nmine = {TRACKER}\n")
-    write_journal(tmp_path / "run", lossy_run().records)
+    append_records(tmp_path / "run", lossy_run().records)
     paths = python_path(ROOT, site.parent)
     with TrackerServer() as server:
         spec = spec_of(tmp_path / "run", "mine", options={"url": server.url})
@@ -282,7 +272,7 @@ def test_the_callback_of_the_documentation(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guide" / "trackers.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "my_callbacks.py").write_text(code)
-    write_journal(tmp_path / "run", lossy_run().records)
+    append_records(tmp_path / "run", lossy_run().records)
     limit = loss_at(30) / 2  # no loss is below
     spec = spec_of(tmp_path / "run", "my_callbacks:Alarm", options={"limit": str(limit)})
     assert deliver(spec, PYTHONPATH=python_path(ROOT, tmp_path)) == 0, log_of(tmp_path / "run")
