@@ -163,9 +163,12 @@ class DataConfig(Section):
         for index, stage in enumerate(self.stages):
             if unknown := sorted(set(stage.sources) - set(names)):
                 yield (
-                    f"stages[{index}].sources has {unknown[0]}, no source: use {', '.join(names)}"
+                    f"stages.{index}.sources has {unknown[0]}, no source: use [{', '.join(names)}]"
                 )
             if stage.kind in JOINS and index + 1 < len(self.stages):
-                yield f"stages[{index}] is {stage.kind}, which compares what is left: use it last"
+                yield (
+                    f"stages.{index} is {stage.kind}, which compares what is left: remove it, or "
+                    "write it last"
+                )
         if self.stages and self.has_chat:
-            yield "stages judges texts, and chat data has none: use no stages"
+            yield "stages judges texts, and chat data has none: remove it"

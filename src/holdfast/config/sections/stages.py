@@ -59,16 +59,16 @@ class StageConfig(Section):
         for name, info in type(self).model_fields.items():
             default = info.get_default(call_default_factory=True, validated_data={})
             if name not in used and getattr(self, name) != default:
-                yield f"{name} has no meaning for kind: {self.kind}: use {', '.join(used[1:])}"
+                yield f"{name} has no meaning for kind {self.kind}: remove it"
         if unknown := set(self.skip_rules) - set(RULES.get(self.kind, ())):
             yield (
                 f"skip_rules has {min(unknown)}, no rule of {self.kind}: use "
-                f"{', '.join(RULES[self.kind])}"
+                f"[{', '.join(RULES[self.kind])}]"
             )
         if unknown := set(self.items) - set(PERSONAL_ITEMS):
-            yield f"items has {min(unknown)}: use {', '.join(PERSONAL_ITEMS)}"
+            yield f"items has {min(unknown)}: use [{', '.join(PERSONAL_ITEMS)}]"
         if self.kind == "personal_data" and not self.items:
-            yield f"items is empty: use {', '.join(PERSONAL_ITEMS)}"
+            yield f"items is empty: use [{', '.join(PERSONAL_ITEMS)}]"
         if self.kind == "length":
             yield from self._broken_lengths()
         if self.kind == "pattern":
@@ -76,14 +76,16 @@ class StageConfig(Section):
 
     def _broken_lengths(self) -> Iterator[str]:
         if not any(getattr(self, name) for name in USED_KEYS["length"]):
-            yield f"kind: length has no limit: use {', '.join(USED_KEYS['length'])}"
+            yield "kind length has no limit: use min_words 1, or another limit"
         for low, high in (("min_characters", "max_characters"), ("min_words", "max_words")):
             if 0 < getattr(self, high) < getattr(self, low):
-                yield f"{low} is above {high}, so nothing would stay: use a lower {low}"
+                yield (
+                    f"{low} is above {high}, so nothing would stay: use {low} {getattr(self, high)}"
+                )
 
     def _broken_patterns(self) -> Iterator[str]:
         if self.keep is None and self.drop is None:
-            yield "kind: pattern has no expression: use keep, drop or both"
+            yield "kind pattern has no expression: use drop 'an expression', or keep"
         for name in ("keep", "drop"):
             try:
                 re.compile(getattr(self, name) or "")
