@@ -5,9 +5,9 @@
     OUT/NUMBER/train.log  what its commands printed
     OUT/record/           one line for each check-up (`governance.record`), which can be signed
 
-A worker is killed with SIGKILL, and the copy is stopped and started again. The ledger of its samples
-is audited, each byte of its checkpoints is verified, and an alert is posted. The run itself, its
-folder, bucket, peers and trackers are not touched.
+A worker is killed with SIGKILL, and the copy is stopped and started again. The ledger of its
+samples is audited, each byte of its checkpoints is verified, and an alert is posted. The run
+itself, its folder, bucket, peers and trackers are not touched.
 """
 
 from __future__ import annotations
