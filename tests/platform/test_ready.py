@@ -45,6 +45,7 @@ def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_good_check_up_is_recorded_and_its_alert_arrives(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     key = tmp_path / "key.pem"

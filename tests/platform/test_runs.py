@@ -22,8 +22,8 @@ from tests.support.ranks import wait_until
 
 __all__ = ["trained"]
 
-CLUSTER = "pools:\n  small: {device: cpu, devices: 2, nodes: 1, usd_per_hour: 3600}\n"
-"""A dollar a second."""
+CLUSTER = "pools:\n  small: {device: cpu, devices: 2, nodes: 1, usd_per_hour: 1800}\n"
+"""A dollar for two seconds."""
 PLAIN = (
     *("train.schedule.kind=constant", "checkpoint.every_steps=0", "train.evaluate.every=0"),
     *("layout.workers=1", "tags={team: search, project: demo}"),
@@ -41,11 +41,12 @@ def stays_of(folder: Path) -> float:
     return meter_of(read_journal(FolderStore(folder))).spent().usd
 
 
+@pytest.mark.slow
 def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_continues_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
     run_file = priced_run_file(tmp_path)
-    words = ("train", run_file, *PLAIN, "--yes", "train.steps=100000", "budget.max_cost=6")
+    words = ("train", run_file, *PLAIN, "--yes", "train.steps=100000", "budget.max_cost=8")
     ended = FollowedRun(tmp_path / "run", start(*words)).end()
     assert ended.code == 4, ended.err
     records = read_journal(FolderStore(tmp_path / "run"))
@@ -55,7 +56,8 @@ def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_continues_to_the_same
     assert stopped.step == last, "the state after the last step is committed"
     begun = next(r.time for r in records if isinstance(r.event, NodesPresent))
     slowest = max(r.event.seconds for r in steps)
-    assert max(r.time for r in steps) - begun <= 6 + slowest, "at most one step beyond the budget"
+    spent = (max(r.time for r in steps) - begun) / 2
+    assert spent <= 8 + slowest / 2, "at most one step beyond the budget"
 
     # The same budget begins no more; a larger one continues.
     within(*words, "budget.max_cost=1").refuses_last("budget.max_cost", code=4)
@@ -65,13 +67,14 @@ def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_continues_to_the_same
     assert_same_bits(tmp_path / "run", tmp_path / "undisturbed", last + 10)
 
 
+@pytest.mark.slow
 def test_a_run_that_asks_continues_when_its_budget_is_raised(tmp_path: Path) -> None:
     run_file = priced_run_file(tmp_path)
     run = FollowedRun(
         tmp_path / "run",
         start(
-            *("train", run_file, *PLAIN, "train.steps=250", "budget.max_cost=10"),
-            *("budget.on_exceed=ask", "budget.warn_at=0.05"),
+            *("train", run_file, *PLAIN, "train.steps=250", "budget.max_cost=100"),
+            *("budget.on_exceed=ask", "budget.warn_at=0.005"),
         ),
     )
     asked = run.until(lambda r: isinstance(r.event, BudgetReached)).event
