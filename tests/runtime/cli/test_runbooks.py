@@ -28,7 +28,7 @@ def said(command: str, folder: Path) -> str:
     done = within(*(str(folder) if word == "RUN" else word for word in shlex.split(command)))
     assert done.code in MEANING, done.err
     assert "Traceback" not in done.out + done.err
-    return done.out
+    return done.out + done.err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
