@@ -64,8 +64,8 @@ def import_(
     it, and refuses everything but descriptions of tensors.
 
     Checkpoint folders of transformers' Trainer, of DeepSpeed (ZeRO 1 to 3, and universal) and of
-    Megatron (torch_dist) continue in the same way: weights, moments and step. What is left out is
-    named. Their pickles are read by torch's tensors-only reader, which refuses anything more.
+    Megatron (torch_dist) continue in the same way. Weights, moments and step are taken, and what is
+    left out is named. torch's tensors-only reader reads their pickles, and refuses anything more.
 
     \b
     Example:
