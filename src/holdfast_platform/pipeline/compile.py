@@ -129,9 +129,7 @@ def to_airflow(pipeline: Pipeline, target: Target) -> str:
 def to_github(pipeline: Pipeline, target: Target) -> str:
     """Return a workflow of GitHub Actions with one job. What the stages made is kept in the cache
     of the repository, so a job that is started again continues."""
-    folder = os.path.relpath(
-        pipeline.folder
-    )  # the workflow runs in the repository, as this command
+    folder = os.path.relpath(pipeline.folder)  # the workflow runs in the repository, too
     cache = {"path": folder, "key": f"{pipeline.name}-${{{{ github.run_id }}}}"}
     steps: list[Mapping[str, Any]] = [
         {"uses": "actions/checkout@v4"},
