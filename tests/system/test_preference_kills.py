@@ -32,8 +32,6 @@ from tests.support.ranks import wait_until
 FAULTS = int(os.environ.get("HOLDFAST_FAULTS", "50"))
 REPLICAS = (1, 3, 2)
 ROLES = ("worker", "worker", "mover", "fork server", "agent")
-MODULES = {"mover": "holdfast.checkpoint.mover.main"}
-MODULES |= {"fork server": "holdfast.elastic.worker.fork_server"}
 DEADLINE = 240.0  # seconds for a step on a busy machine
 STEPS_OF_A_FAULT = 64  # a quiet machine does most of them while a lost process comes back
 RUN_FILE = """\
@@ -171,17 +169,11 @@ class Attacked:
         return "\n".join(lines)
 
     def processes(self, role: str) -> list[psutil.Process]:
-        """Those of a role that is no agent; workers are children of the fork server."""
+        """Those of a role that is no agent, by what they call themselves. A worker whose fork
+        server was killed is a child of the agent."""
         with suppress(psutil.NoSuchProcess):
-            module = MODULES["mover" if role == "mover" else "fork server"]
-            found = [
-                child
-                for child in psutil.Process(self.process.pid).children()
-                if module in " ".join(child.cmdline())
-            ]
-            if role != "worker":
-                return found
-            return [child for server in found for child in server.children()]
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return [child for child in children if _is(child, role)]
         return []
 
     def resize(self, replicas: int) -> None:
@@ -194,6 +186,12 @@ class Attacked:
     def end(self) -> Outcome:
         code = self.process.wait(DEADLINE)
         return Outcome(code, "", self._log.read_text()[-4000:])
+
+
+def _is(process: psutil.Process, role: str) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline()).startswith(f"holdfast: {role} ")
+    return False
 
 
 @pytest.mark.slow

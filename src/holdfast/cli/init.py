@@ -232,7 +232,7 @@ def _data(data: Path | None, model: Path | None, chat: Path | None, option: str)
 
 def _warmup_steps(rows: Path) -> int:
     """Return a warm-up that fits the few steps of a small file. Parquet gets the longest."""
-    if rows.suffix.lower() == ".parquet":
+    if rows.suffix.lower() == ".parquet" or not rows.is_file():  # refused where it is described
         return LONGEST_WARMUP
     with rows.open("rb") as file:
         return min(LONGEST_WARMUP, sum(1 for _ in file) // ROWS_PER_WARMUP_STEP)

@@ -31,9 +31,10 @@ _MEMORY = re.compile(
 _CONNECTION = re.compile(
     r"timed? ?out|connection (closed|reset|refused)|unreachable|no route|broken pipe", re.IGNORECASE
 )
+# Of another failure, which has an event of its own, or of a worker that was lost.
 _CONSEQUENCE = re.compile(
     r"was interrupted|a peer was lost|lost (its|a) peers?|^paused after step|newer generation"
-    r"|is not finite"
+    r"|is not finite|checksum|not intact"
 )
 _SILENT = "not heard"
 """The beginning of the cause of a node that the coordinator gave up because it fell silent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from holdfast.events import (
@@ -9,11 +10,14 @@ from holdfast.events import (
     CheckpointRejected,
     GenerationStarted,
     NonFinite,
+    Record,
     SourceRejected,
     StateDiffers,
 )
 from holdfast.report.causes.finding import Finding, Mode, evidence_of
 from holdfast.report.causes.story import GenerationStory, make_finding
+
+_WRITER = re.compile(r"-rank(\d+)-\d+\.safetensors")
 
 
 def explain_checkpoints(story: GenerationStory) -> Iterator[Finding]:
@@ -22,18 +26,30 @@ def explain_checkpoints(story: GenerationStory) -> Iterator[Finding]:
     for record, refused in story.of(CheckpointRejected):
         if refused.key not in seen:
             seen.add(refused.key)
-            cause = f"the checkpoint of step {refused.step} is damaged, and an older one was taken."
-            evidence = (evidence_of(record, f"{refused.key}: {refused.reason}"),)
-            yield make_finding(story, Mode.CHECKPOINT_CORRUPTION, cause, None, record, evidence)
+            yield _damaged(
+                story,
+                record,
+                f"the checkpoint of step {refused.step} is damaged, and was not used",
+                f"{refused.key}: {refused.reason}",
+            )
     for record, source in story.of(SourceRejected):
         if source.key not in seen:
             seen.add(source.key)
-            cause = (
-                f"{source.source} holds damaged bytes of step {source.step}; another copy was read."
+            yield _damaged(
+                story,
+                record,
+                f"{source.source} has damaged bytes of step {source.step}; another copy was read",
+                f"{source.key}: {source.reason}",
             )
-            evidence = (evidence_of(record, f"{source.key}: {source.reason}"),)
-            rank = source.rank if source.rank >= 0 else None
-            yield make_finding(story, Mode.CHECKPOINT_CORRUPTION, cause, rank, record, evidence)
+
+
+def _damaged(story: GenerationStory, record: Record, cause: str, text: str) -> Finding:
+    """Return the finding; its rank is the writer of the damaged file, if a file is named."""
+    named = _WRITER.search(text)
+    rank = int(named[1]) if named else None
+    cause += "." if rank is None else f"; the damage is in a file that rank {rank} wrote."
+    evidence = (evidence_of(record, text),)
+    return make_finding(story, Mode.CHECKPOINT_CORRUPTION, cause, rank, record, evidence, node="")
 
 
 def explain_bad_steps(story: GenerationStory) -> Iterator[Finding]:

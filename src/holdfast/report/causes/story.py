@@ -106,15 +106,15 @@ def make_finding(
     record: Record,
     evidence: tuple[Evidence, ...],
     *,
-    node: str = "",
+    node: str | None = None,
     is_certain: bool = True,
 ) -> Finding:
-    """Return a finding of this generation. node: that of the rank, if it is left out."""
+    """Return a finding of this generation. node: None: that of the rank."""
     return Finding(
         mode,
         cause,
         rank,
-        node or story.node_of(rank),
+        story.node_of(rank) if node is None else node,
         story.number,
         record.event.step,
         record.time,

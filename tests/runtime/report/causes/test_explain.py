@@ -173,12 +173,14 @@ def test_checkpoints_that_were_refused() -> None:
     run = trained()
     run.stop()
     run.start(resumed=True)
-    after(run, CheckpointRejected("commits/4.json", "no such blob", step=4))
-    after(run, SourceRejected(2, "run store", "commits/3.json", "a bad checksum", step=3))
+    name = "data/0000000001/0000000004-rank00002-0.safetensors"
+    why = f"{name}: checksum does not match in bytes [0, 37632)"
+    after(run, SourceRejected(2, "run store", "commits/3.json", "a bad byte", step=3))
     begin(run, "resume")
-    refused, damaged = explain(run.records)
-    assert (refused.mode, refused.step, refused.rank) == (Mode.CHECKPOINT_CORRUPTION, 4, None)
-    assert (damaged.mode, damaged.step, damaged.rank) == (Mode.CHECKPOINT_CORRUPTION, 3, 2)
+    after(run, held(1, why), CheckpointRejected("commits/4.json", why, step=4))
+    damaged, refused = explain(run.records)
+    assert (refused.mode, refused.step, refused.rank) == (Mode.CHECKPOINT_CORRUPTION, 4, 2)
+    assert (damaged.mode, damaged.step, damaged.rank) == (Mode.CHECKPOINT_CORRUPTION, 3, None)
 
 
 def test_steps_and_states_that_came_out_wrong() -> None:
@@ -195,7 +197,7 @@ def test_steps_and_states_that_came_out_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("waited", "work", "mode"),
-    [(0.1, 1.0, Mode.STRAGGLER), (0.8, 1.0, Mode.CONTENTION), (0.2, 3.9, Mode.DATA_SKEW)],
+    [(0.1, 1.0, Mode.STRAGGLER), (0.8, 1.0, Mode.CONTENTION), (0.9, 3.9, Mode.DATA_SKEW)],
 )
 def test_what_makes_a_worker_slow(waited: float, work: float, mode: Mode) -> None:
     run = trained()
