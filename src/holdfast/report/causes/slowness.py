@@ -32,12 +32,13 @@ def explain_slowness(story: GenerationStory) -> Iterator[Finding]:
 
 
 def _reason(paced: WorkerPaced) -> tuple[Mode, str]:
-    if paced.waited_share >= _MIN_SHARE:
-        share = f"{100 * paced.waited_share:.0f} %"
-        return Mode.CONTENTION, f"{share} of that it was ready, and other work had the processor"
+    """Return what made a worker slow. Data comes first: on a busy node more work waits longer."""
     beyond = paced.slower - 1.0
     if beyond > 0 and paced.work_ratio - 1.0 >= _MIN_SHARE * beyond:
         return Mode.DATA_SKEW, f"its data is {paced.work_ratio:.2g} times as large"
+    if paced.waited_share >= _MIN_SHARE:
+        share = f"{100 * paced.waited_share:.0f} %"
+        return Mode.CONTENTION, f"{share} of that it was ready, and other work had the processor"
     return Mode.STRAGGLER, "it has no more data, and nothing else had its processor"
 
 

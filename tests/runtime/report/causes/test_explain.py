@@ -197,7 +197,7 @@ def test_steps_and_states_that_came_out_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("waited", "work", "mode"),
-    [(0.1, 1.0, Mode.STRAGGLER), (0.8, 1.0, Mode.CONTENTION), (0.2, 3.9, Mode.DATA_SKEW)],
+    [(0.1, 1.0, Mode.STRAGGLER), (0.8, 1.0, Mode.CONTENTION), (0.9, 3.9, Mode.DATA_SKEW)],
 )
 def test_what_makes_a_worker_slow(waited: float, work: float, mode: Mode) -> None:
     run = trained()
