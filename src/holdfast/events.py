@@ -119,7 +119,7 @@ class WorkerLost(Event, kind="worker_lost"):
     node: str = ""  # where it sat
 
 
-class WorkerPaced(Event, kind="worker_paced"):
+class WorkerPaced(Event, kind="worker_paced", absent_if_empty={"waited_share", "work_ratio"}):
     """A worker is judged otherwise beside those who do the same work."""
 
     node: str
@@ -127,6 +127,8 @@ class WorkerPaced(Event, kind="worker_paced"):
     pace: str  # well, slow: it gets fewer microbatches; standby, out: none; trial: it is back
     slower: float  # times, for a microbatch
     why: str
+    waited_share: float = 0.0  # of the additional seconds: waiting for a processor
+    work_ratio: float = 0.0  # elements of its microbatches, relative to the rest; 0: not known
 
 
 class WorkerHeld(Event, kind="worker_held"):

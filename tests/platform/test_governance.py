@@ -161,6 +161,8 @@ def test_a_hook_that_gives_no_evidence_is_refused(recorded: Path, command: str, 
     before = record_path(recorded).read_bytes()
     within("audit", "record", recorded, "--attest", command).refuses(said)
     assert record_path(recorded).read_bytes() == before
+    within("audit", "record", recorded, "--approve", "Bo", "--attest", command).refuses(said)
+    within("audit", "verify", recorded).succeeds()
 
 
 def test_a_function_attests_to_the_hash_of_the_record(recorded: Path) -> None:

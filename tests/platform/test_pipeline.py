@@ -340,7 +340,7 @@ def test_the_real_library_accepts_a_compiled_pipeline(
     variable = f"HOLDFAST_{to.upper()}_PYTHON"
     if variable not in os.environ:
         pytest.skip(f"{variable} names no interpreter with the library")
-    file, out = write_pipeline(root, STAGES), tmp_path / "compiled.py"
+    file, out = write_pipeline(root, EVERY_KIND), tmp_path / "compiled.py"
     more = ("--image", "img", "--claim", "runs:/work") if to == "kubeflow" else ()
     here(capsys, "pipeline", "compile", file, "--to", to, "--out", out, *more).succeeds()
     code = f"import json\nFILE = {str(out)!r}{_ACCEPTED[to]}print(json.dumps([needs, *retries]))"
@@ -360,6 +360,9 @@ def test_the_real_library_accepts_a_compiled_pipeline(
         "tuned": ["model", "tune-data"],
         "final": ["tuned"],
         "size": ["final"],
+        "best": [],
+        "scores": ["best"],
+        "promoted": ["final"],
     }
     assert retries == 5
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -103,11 +104,13 @@ def start(
     before: Sequence[str] = (),
     module: str = "holdfast.cli.main",
     environ: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
 ) -> subprocess.Popen[str]:
     """Start a command, or another module, in a process, and a process group, of its own. It does
     not outlive the thread that started it, so a test run that is killed leaves no trainer behind.
 
     before: words of another command that runs it. environ: variables that this process has not.
+    output: a file for all that it says, in place of pipes, which fill if the test reads them late.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environ or {})
     command = [*before, sys.executable, "-m", module, *map(str, arguments)]
@@ -118,8 +121,8 @@ def start(
         env=environment,
         preexec_fn=end_with_starter,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output or subprocess.PIPE,
+        stderr=output or subprocess.PIPE,
         start_new_session=True,
     )
 

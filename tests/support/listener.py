@@ -1,8 +1,9 @@
-"""A listener of ours in a thread of its own."""
+"""A listener of ours in a thread of its own, and ports that are free."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,3 +34,12 @@ def listening(make: Callable[[], Application], port: int = 0) -> Iterator[str]:
         loop.call_soon_threadsafe(listener.close)
         thread.join(120)
         assert not thread.is_alive()
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports of loopback that nothing listened on a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

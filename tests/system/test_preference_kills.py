@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from holdfast.events import Evaluated, ReferenceProgress, StepDone
-from holdfast.wire.journal import read_journal
+from holdfast.wire.journal import JournalTail, read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.runtime.data.test_preferences import pairs
 from tests.support.chat import tokenizer_folder, write_rows
@@ -32,8 +32,6 @@ from tests.support.ranks import wait_until
 FAULTS = int(os.environ.get("HOLDFAST_FAULTS", "50"))
 REPLICAS = (1, 3, 2)
 ROLES = ("worker", "worker", "mover", "fork server", "agent")
-MODULES = {"mover": "holdfast.checkpoint.mover.main"}
-MODULES |= {"fork server": "holdfast.elastic.worker.fork_server"}
 DEADLINE = 240.0  # seconds for a step on a busy machine
 STEPS_OF_A_FAULT = 64  # a quiet machine does most of them while a lost process comes back
 RUN_FILE = """\
@@ -97,10 +95,16 @@ class Attacked:
         self.counts: Counter[str] = Counter()
         self.ended = 0  # starts of the command
         self.replicas = REPLICAS[0]
+        self._log = folder.with_name("killed.log")  # a pipe that is not read would fill
+        self._tail = JournalTail(FolderStore(folder))
+        self._newest_step = 0
+        self._has_reference = False
         self.start()
 
     def start(self) -> None:
-        self.process = start(*self._command, f"layout.workers={self.replicas}")
+        words: list[str | Path] = [*self._command, f"layout.workers={self.replicas}"]
+        with self._log.open("ab") as log:
+            self.process = start(*words, output=log)
         self.ended += 1
 
     def events(self) -> Iterator[Any]:
@@ -108,56 +112,86 @@ class Attacked:
             for record in read_journal(FolderStore(self.folder)):
                 yield record.event
 
+    def _read_new(self) -> None:
+        for record in self._tail.read_new() if self.folder.exists() else ():
+            if isinstance(record.event, StepDone):
+                self._newest_step = max(self._newest_step, record.event.step)
+            self._has_reference |= isinstance(record.event, ReferenceProgress)
+
     def newest_step(self) -> int:
-        return max((e.step for e in self.events() if isinstance(e, StepDone)), default=0)
+        self._read_new()
+        return self._newest_step
+
+    def has_begun(self) -> bool:
+        """Whether the reference or a step was seen."""
+        self._read_new()
+        return self._has_reference or self._newest_step > 0
 
     def is_over(self) -> bool:
         return self.process.poll() is not None
 
     def wait_for_step(self, step: int) -> bool:
         """Until the step is done, or the run has ended."""
-        wait_until(lambda: self.is_over() or self.newest_step() >= step, DEADLINE, f"step {step}")
+        wait_until(
+            lambda: self.is_over() or self.newest_step() >= step,
+            DEADLINE,
+            lambda: self.describe(f"step {step}"),
+        )
         return not self.is_over()
 
     def kill(self, role: str) -> None:
         """SIGKILL a process of a role. After an agent's death the run is continued."""
         if role == "agent":
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
             self.counts[role] += 1
             self.start()
             return
-        wait_until(lambda: self.is_over() or self.processes(role), DEADLINE, f"a {role}")
+        wait_until(
+            lambda: self.is_over() or self.processes(role),
+            DEADLINE,
+            lambda: self.describe(f"a {role}"),
+        )
         if not (there := self.processes(role)):
             return  # the run has ended
         with suppress(psutil.NoSuchProcess):
             self.chooser.choice(there).send_signal(signal.SIGKILL)
             self.counts[role] += 1
 
+    def describe(self, what: str) -> str:
+        """What the test waited for, the processes, and the newest events of the run."""
+        lines = [what, f"faults: {dict(self.counts)}, replicas: {self.replicas}"]
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                lines.append(f"{child.pid} {child.ppid()} {child.status()} {child.cmdline()}")
+        lines += [str(event) for event in list(self.events())[-30:]]
+        lines.append(self._log.read_text()[-4000:])
+        return "\n".join(lines)
+
     def processes(self, role: str) -> list[psutil.Process]:
-        """Those of a role that is no agent; workers are children of the fork server."""
+        """Those of a role that is no agent, by what they call themselves. A worker whose fork
+        server was killed is a child of the agent."""
         with suppress(psutil.NoSuchProcess):
-            module = MODULES["mover" if role == "mover" else "fork server"]
-            found = [
-                child
-                for child in psutil.Process(self.process.pid).children()
-                if module in " ".join(child.cmdline())
-            ]
-            if role != "worker":
-                return found
-            return [child for server in found for child in server.children()]
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return [child for child in children if _is(child, role)]
         return []
 
     def resize(self, replicas: int) -> None:
         """Ask the run to leave, and continue it with another number of replicas."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=DEADLINE)
+        self.process.wait(DEADLINE)
         self.replicas = replicas
         self.start()
 
     def end(self) -> Outcome:
-        out, err = self.process.communicate(timeout=DEADLINE)
-        return Outcome(self.process.returncode, out, err)
+        code = self.process.wait(DEADLINE)
+        return Outcome(code, "", self._log.read_text()[-4000:])
+
+
+def _is(process: psutil.Process, role: str) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline()).startswith(f"holdfast: {role} ")
+    return False
 
 
 @pytest.mark.slow
@@ -172,15 +206,7 @@ def test_random_kills_change_no_bit(tmp_path: Path, kind: str) -> None:
     run = Attacked(path, killed, tmp_path / "dataset of the killed", chooser)
     try:
         # The first fault meets the reference, the rest meets steps.
-        wait_until(
-            lambda: (
-                run.is_over()
-                or any(isinstance(e, ReferenceProgress) for e in run.events())
-                or run.newest_step() > 0
-            ),
-            DEADLINE,
-            "the first work",
-        )
+        wait_until(lambda: run.is_over() or run.has_begun(), DEADLINE, "the first work")
         run.kill("worker")
         roles: list[str] = []
         for fault in range(1, FAULTS):

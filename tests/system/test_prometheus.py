@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from bisect import bisect_right
@@ -28,6 +27,7 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import CheckpointCommitted, GenerationStarted, StepDone
 from tests.support.commands import within
+from tests.support.listener import free_ports
 from tests.support.nodes import Nodes, nodes_of
 from tests.support.ranks import wait_until
 
@@ -122,15 +122,6 @@ def prometheus_for(folder: Path, targets: Mapping[str, int]) -> Iterator[Prometh
     finally:
         process.kill()
         process.wait()
-
-
-def free_ports(number: int) -> list[int]:
-    """Return ports of loopback that nothing listened on a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Timeline:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -63,7 +65,7 @@ def chat(
     if is_model_folder(run):
         refuse_beside("the folder of a model", {"--step": step is not None, "--base": base})
     is_terminal = sys.stdin.isatty()
-    message = "" if is_terminal else _read_message()
+    message = "" if is_terminal else _read_message(run)
     opened = open_texts(run, step, base, say)
     opened.texts.require_template()
     if unread := describe_unread_settings(opened.settings):
@@ -159,12 +161,13 @@ def _talk(conversation: Conversation) -> None:
             say(str(error))
 
 
-def _read_message() -> str:
+def _read_message(run: Path) -> str:
     """All of standard input. Raises UserError for an empty one."""
     message = sys.stdin.read().strip()
     if not message:
+        command = f"holdfast chat {shlex.quote(str(run))}"
         raise UserError(
             "there is no message on standard input",
-            remedy='write one: echo "Which colour is the sky?" | holdfast chat RUN',
+            remedy=f'write one: echo "Which colour is the sky?" | {command}',
         )
     return message

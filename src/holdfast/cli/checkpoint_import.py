@@ -205,23 +205,15 @@ def _imported(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
     """By what the folder is."""
-    from holdfast.checkpoint.interop.dcp import DcpFolder, is_dcp
+    from holdfast.checkpoint.interop.dcp import is_dcp
     from holdfast.checkpoint.interop.deepspeed import step_folder
     from holdfast.checkpoint.interop.hf_trainer import OPTIMIZER_FILE, is_hf_trainer
     from holdfast.checkpoint.interop.huggingface import import_huggingface
 
     is_trainer = is_hf_trainer(source) and (source / OPTIMIZER_FILE).is_file()
-    if step_folder(source) is not None or (is_trainer and not weights_only):
+    is_foreign = step_folder(source) is not None or is_dcp(source)
+    if is_foreign or (is_trainer and not weights_only):
         return _import_foreign(store, source, config, weights_only, identity)
-    if is_dcp(source):
-        found = _commit_flat(store, DcpFolder.open(source), source, config, weights_only, identity)
-        state = "weights and AdamW's moments" if found.has_moments else "weights"
-        names = f"named as {found.naming_scheme} names them"
-        say(f"found {state} after step {found.commit.step}, {names}")
-        if found.unused_names:
-            more = " and more" if len(found.unused_names) > 3 else ""
-            say(f"not used: {', '.join(found.unused_names[:3])}{more}")
-        return found.commit
     if weights_only and not is_trainer:
         raise typer.BadParameter(
             "a Hugging Face folder has only those", param_hint="--weights-only"
@@ -270,19 +262,25 @@ def _commit_flat(
 def _import_foreign(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
-    """A checkpoint of transformers' Trainer or of DeepSpeed."""
+    """A checkpoint of transformers' Trainer, of DeepSpeed or of DCP."""
+    from holdfast.checkpoint.interop.dcp import is_dcp
     from holdfast.checkpoint.interop.deepspeed import read_deepspeed, step_folder
     from holdfast.checkpoint.interop.hf_trainer import read_hf_trainer
+    from holdfast.checkpoint.interop.torchtitan import group_names, read_dcp
     from holdfast.core.lr_schedule import learning_rate
     from holdfast.launch.run.branch_config import batch_schedule
 
-    is_deepspeed, train = step_folder(source) is not None, config.train
-    read = read_deepspeed if is_deepspeed else read_hf_trainer
-    found = read(source, weights_only=weights_only)
+    train = config.train
+    if is_dcp(source):
+        found = read_dcp(source, config.model, train.optimizer, weights_only=weights_only)
+    else:
+        read = read_deepspeed if step_folder(source) is not None else read_hf_trainer
+        found = read(source, weights_only=weights_only)
     imported = _commit_flat(store, found.state, source, config, weights_only, identity)
     step = imported.commit.step
     what = "weights and AdamW's moments" if imported.has_moments else "weights"
-    say(f"found {what} of {found.trainer} after step {step}")
+    names = f", named as {imported.naming_scheme} names them" if is_dcp(source) else ""
+    say(f"found {what} of {found.trainer} after step {step}{names}")
     if found.position:
         position = batch_schedule(train).position(step + 1) if step else 0
         said = f"{found.position}, in an order of its own"
@@ -298,6 +296,8 @@ def _import_foreign(
                 f"step {step + 1} has the rate {rate:.6g} by train.schedule, and {found.rate:.6g} "
                 "by the folder's scheduler"
             )
-    for line in (*found.left_out, *imported.unused_names[:3]):
+    for line in found.differences if imported.has_moments else ():
+        say(line)
+    for line in (*found.left_out, *group_names(imported.unused_names)):
         say(f"not used: {line}")
     return imported.commit

@@ -54,7 +54,9 @@ OBJECTIVES = {
     "preference": "objective: {kind: dpo}     # or ipo, simpo, orpo, reward\n",
     "unpaired_preference": "objective: {kind: kto}\n",
 }
-SHORT_WARMUP = "  schedule: {warmup_steps: 5}\n"
+WARMUP = "  schedule: {{warmup_steps: {}}}\n"
+LONGEST_WARMUP = 5  # steps; a fine-tuning run begins with a low rate anyway
+ROWS_PER_WARMUP_STEP = 256  # a tenth of three epochs of packed rows, of which a step takes some 80
 ROWS = {
     "chosen": "preference",
     "label": "unpaired_preference",
@@ -108,7 +110,7 @@ def init(
     train = {
         "length": "  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
         "batch": BATCH,
-        "rate": (SHORT_WARMUP if rows else "") + (rate if from_ else ""),
+        "rate": (WARMUP.format(_warmup_steps(rows)) if rows else "") + (rate if from_ else ""),
     }
     notes: list[str] = []
     if from_ is not None and not rows and (from_ / TRAINER_STATE).is_file():
@@ -226,6 +228,14 @@ def _data(data: Path | None, model: Path | None, chat: Path | None, option: str)
     if chat is not None:
         source["rows"] = _rows(chat, "preference" if option == "--preferences" else "messages")
     return f"  sources:\n    - {yaml_word(source)}\n{lines}"
+
+
+def _warmup_steps(rows: Path) -> int:
+    """Return a warm-up that fits the few steps of a small file. Parquet gets the longest."""
+    if rows.suffix.lower() == ".parquet" or not rows.is_file():  # refused where it is described
+        return LONGEST_WARMUP
+    with rows.open("rb") as file:
+        return min(LONGEST_WARMUP, sum(1 for _ in file) // ROWS_PER_WARMUP_STEP)
 
 
 def _rows(chat: Path, otherwise: str) -> str:

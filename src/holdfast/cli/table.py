@@ -51,6 +51,7 @@ RUNTIME_COMMANDS = (
         layout="show how a model is spread, and a pipeline's schedule",
         dashboard="show runs in a browser while they train",
         status="show the nodes of a run, and how far it is",
+        explain="say what went wrong in a run, and what shows it",
         logs="print what the nodes of a launched run have printed",
         track="bring a run to W&B, MLflow, TensorBoard or CSV files",
     ),

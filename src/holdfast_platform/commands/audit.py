@@ -130,10 +130,12 @@ def record(
         bodies.append(("export", {"folder": str(export.resolve()), "files": file_hashes(export)}))
     bodies = [(kind, body) for kind, body in bodies if before.last(kind) != body]
     entries = [append(found.folder, kind, body) for kind, body in bodies]
-    if attest:
-        entries.append(add_evidence(found.folder, by_command(attest)))
-    if entries or any(find_statement_problems(found.folder, read_record(found.folder))):
-        write_statement(found.folder)
+    try:
+        if attest:
+            entries.append(add_evidence(found.folder, by_command(attest)))
+    finally:
+        if entries or any(find_statement_problems(found.folder, read_record(found.folder))):
+            write_statement(found.folder)
     if key is not None:
         sign(found.folder, key)
     numbers = {"record": str(record_path(found.folder)), "added": [e.kind for e in entries]}

@@ -16,6 +16,8 @@ COMMANDS = commands_of(
     search="try values of a run file's keys with Optuna, and name the best",
     pipeline="run stages from data to an exported model, each once for its inputs",
     runs="find runs by their tags, see what they cost, and raise a budget",
+    cost="show what runs cost, and compare that with a bill",
+    postmortem="draft a post-mortem from a run's journal",
     registry="keep versions of a model, and promote the better ones",
     serve="answer requests of the OpenAI protocol with one or two models",
 ) + commands_of(

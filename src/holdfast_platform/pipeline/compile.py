@@ -16,10 +16,9 @@ from typing import Any
 
 from holdfast.config.loading.yaml_tree import dump
 from holdfast_platform.pipeline.file import Pipeline, references
-from holdfast_platform.pipeline.stages import Stage
+from holdfast_platform.pipeline.stages import NO_RETRY, Stage
 
 RETRIES = 5  # of a step; a machine that is taken back costs one
-NO_RETRY = (2, 4)  # refused, over budget: a person has to change something
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,7 @@ def to_airflow(pipeline: Pipeline, target: Target) -> str:
 def to_github(pipeline: Pipeline, target: Target) -> str:
     """Return a workflow of GitHub Actions with one job. What the stages made is kept in the cache
     of the repository, so a job that is started again continues."""
-    folder = os.path.relpath(
-        pipeline.folder
-    )  # the workflow runs in the repository, as this command
+    folder = os.path.relpath(pipeline.folder)  # the workflow runs in the repository, too
     cache = {"path": folder, "key": f"{pipeline.name}-${{{{ github.run_id }}}}"}
     steps: list[Mapping[str, Any]] = [
         {"uses": "actions/checkout@v4"},

@@ -24,15 +24,14 @@ from holdfast_platform.pipeline.stages import (
     KINDS,
     OWN,
     REFERENCE,
-    RESERVED,
     Kind,
     Stage,
     is_holdfast,
-    kind_of_set_key,
+    kinds_of_set_key,
     overrides,
 )
 from holdfast_platform.registry.gate import read_rules
-from holdfast_platform.search.file import read_search
+from holdfast_platform.search.file import RESERVED, read_search
 
 KEYS = Border("pipeline file", frozenset(("name", "folder", "max_hours", "stages")))
 EXPANDED = ("model.from", "lora.from")  # keys that loading replaces
@@ -216,11 +215,6 @@ def _check_references(stage: Stage, stages: Mapping[str, Stage]) -> None:
                     raise _refusal(f"{what} {found}", stage.where, remedy)
 
 
-def kinds_of_set_key(key: str) -> tuple[Kind, ...]:
-    kind = kind_of_set_key(key)
-    return () if kind is None else (kind,)
-
-
 def _kind_of(stage: Stage, other: str, result: str, stages: Mapping[str, Stage]) -> Kind:
     among = {**stages, OWN: stage}
     if other not in among:
@@ -271,7 +265,7 @@ def check_run_file(stage: Stage, paths: Mapping[tuple[str, str], str]) -> None:
     if "run" not in KINDS[stage.kind].files:
         return
     given = {**stage.values.get("set", {}), "model.from": stage.values.get("from")}
-    models = (value for key, value in given.items() if kind_of_set_key(key) is Kind.MODEL)
+    models = (value for key, value in given.items() if Kind.MODEL in kinds_of_set_key(key))
     if not any(paths[each] == UNKNOWN for each in references(list(models))):
         words = fill(overrides(stage), lambda other, result: paths[other, result])
         load_config(Path(stage.values["run"]), words)

@@ -14,6 +14,7 @@ from holdfast.wire.child_command import module_command
 from holdfast_platform.search.file import overrides_of
 
 LEFT_CODE = 75  # EX_TEMPFAIL of sysexits.h: asked to leave, and the same command continues
+NO_RETRY = (2, 4)  # refused, over budget: a person has to change something
 COMMAND = "command"  # the kind whose words the file has
 OWN = "out"  # `${out.NAME}`: a result of the stage itself; `${out}`: the folder of all
 
@@ -62,13 +63,11 @@ SET_TAKES = (
     (re.compile(r"data\.tokenizer\.path"), Kind.FILES),
 )
 """Keys of a run file that may be a reference, with its kind."""
-RESERVED = ("folder", "cluster.left_exit_code")
-"""Keys that a pipeline sets itself."""
 
 
-def kind_of_set_key(key: str) -> Kind | None:
-    """Return the kind of a reference that a key of a run file takes; None: it takes none."""
-    return next((kind for pattern, kind in SET_TAKES if pattern.fullmatch(key)), None)
+def kinds_of_set_key(key: str) -> tuple[Kind, ...]:
+    """Return the kinds of a reference that a key of a run file takes."""
+    return tuple(kind for pattern, kind in SET_TAKES if pattern.fullmatch(key))
 
 
 def overrides(stage: Stage) -> list[str]:

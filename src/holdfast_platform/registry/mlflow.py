@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.evaluation.results import TaskResult, TaskResults
 from holdfast.model.new_folder import new_folder
-from holdfast_platform.registry.registry import Decide, Registry, State, sha256_of
+from holdfast_platform.registry.registry import Decide, Registry, RegistryError, State, sha256_of
 
 ALIAS, INDEX = "promoted", "holdfast.index"
 _EXPERIMENT = "holdfast-registry"
@@ -38,13 +38,20 @@ class MlflowRegistry(Registry):
 
     def state(self) -> State:
         state = State()
-        with suppress(self._error):  # there is no such model yet
+        try:
             tags = self._client.get_registered_model(self._name).tags
             for entry in json.loads(tags.get(INDEX, "[]")):
                 version = self._client.get_model_version(self._name, str(entry["version"]))
                 if entry["kind"] == "add":
                     entry |= json.loads(version.tags["holdfast.entry"])
                 state.take(entry)
+        except self._error as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # else there is no such model yet
+                raise RegistryError(
+                    f"MLflow refuses or does not answer ({error.error_code})",
+                    where=f"mlflow:{self._name}",
+                    remedy="see that MLFLOW_TRACKING_URI names a server at work",
+                ) from None
         return state
 
     def add(self, folder: Path, source: Mapping[str, Any]) -> int:

@@ -18,9 +18,10 @@ from typing import Any
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast_platform.pipeline.children import Children, shell_code
+from holdfast_platform.pipeline.stages import NO_RETRY
 from holdfast_platform.pipeline.state import locked
 from holdfast_platform.search.file import Search
-from holdfast_platform.search.runner import MAX_STARTS_WITHOUT_PROGRESS, STOPS_ALL
+from holdfast_platform.search.runner import MAX_STARTS_WITHOUT_PROGRESS
 from holdfast_platform.search.trial import evaluations, train_words
 
 NOTE = "holdfast.json"
@@ -60,7 +61,7 @@ class TrialRun:
                 return {"loss": by_step[step], "train_step": step, "done": is_last}
             code = None if self._process is None else self._process.poll()
             if self._process is None or code is not None:
-                is_refused = code is not None and shell_code(code) in STOPS_ALL
+                is_refused = code is not None and shell_code(code) in NO_RETRY
                 if is_refused or vain_starts >= MAX_STARTS_WITHOUT_PROGRESS:
                     log = self._place / "log"
                     raise HoldfastError(f"the run in {self._run} does not get on; see {log}")

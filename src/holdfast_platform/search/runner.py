@@ -15,7 +15,7 @@ from typing import TextIO
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.wire.store.publish import replace_file
 from holdfast_platform.pipeline.children import LEFT_CODES, Children, is_lost, shell_code
-from holdfast_platform.pipeline.stages import LEFT_CODE
+from holdfast_platform.pipeline.stages import LEFT_CODE, NO_RETRY
 from holdfast_platform.pipeline.state import LOOK_S, locked, try_lock
 from holdfast_platform.search.file import Search
 from holdfast_platform.search.suggest import pruned_at, require_optuna, suggest
@@ -32,7 +32,6 @@ IDENTITY, REPORT, BEST = "identity", "report.json", "run"
 READ_S = 2.0  # between two looks at the evaluations of a trial at work
 Say = Callable[[str], None]
 MAX_STARTS_WITHOUT_PROGRESS = 3
-STOPS_ALL = (2, 4)  # refused, over budget: a person has to change something
 
 
 @dataclass
@@ -107,7 +106,7 @@ class SearchRunner:
                 code = shell_code(child.wait())
                 vain_starts += not is_lost(code)
                 is_vain = vain_starts > MAX_STARTS_WITHOUT_PROGRESS
-                if code in (0, *STOPS_ALL) or self._children.asked or is_vain:
+                if code in (0, *NO_RETRY) or self._children.asked or is_vain:
                     break
                 self._say(f"{what} was lost (exit code {code}); it continues")
             if code:
@@ -207,7 +206,7 @@ class SearchRunner:
         vain = running.vain_starts if reached <= running.reached else 0
         vain += not is_lost(code)
         log = self._place(running.trial.number) / "log"
-        if code in STOPS_ALL or vain > MAX_STARTS_WITHOUT_PROGRESS:
+        if code in NO_RETRY or vain > MAX_STARTS_WITHOUT_PROGRESS:
             self._say(f"trial {running.trial.number} ended with exit code {code}; see {log}")
             return code or 1
         self._say(f"trial {running.trial.number} was lost (exit code {code}); it continues")

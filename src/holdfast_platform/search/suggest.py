@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ConfigError
 from holdfast_platform.search.file import Range, Search
-
-
-class Finished(Protocol):
-    """A trial that has ended."""
-
-    @property
-    def parameters(self) -> Mapping[str, Any]: ...
-    @property
-    def value(self) -> float | None: ...
-    @property
-    def is_complete(self) -> bool: ...
-    @property
-    def by_step(self) -> Mapping[int, float]: ...
+from holdfast_platform.search.trial import Trial
 
 
 def require_optuna() -> Any:
@@ -52,7 +40,7 @@ def _distributions(search: Search) -> dict[str, Any]:
     return out
 
 
-def _study(search: Search, finished: Sequence[Finished], number: int) -> Any:
+def _study(search: Search, finished: Sequence[Trial], number: int) -> Any:
     """Return a study in memory with these trials, whose sampler is seeded for trial `number`."""
     optuna = require_optuna()
     seed = key_seed(search.seed, "search", number) % 2**32
@@ -78,14 +66,14 @@ def _study(search: Search, finished: Sequence[Finished], number: int) -> Any:
     return study
 
 
-def suggest(search: Search, finished: Sequence[Finished], number: int) -> dict[str, Any]:
+def suggest(search: Search, finished: Sequence[Trial], number: int) -> dict[str, Any]:
     """Return the parameters of trial `number`."""
     trial = _study(search, finished, number).ask(_distributions(search))
     return dict(trial.params)
 
 
 def pruned_at(
-    search: Search, finished: Sequence[Finished], number: int, by_step: Mapping[int, float]
+    search: Search, finished: Sequence[Trial], number: int, by_step: Mapping[int, float]
 ) -> int | None:
     """Return the first step at which trial `number` is to be pruned; None for none."""
     if search.prune is None:

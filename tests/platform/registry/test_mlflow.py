@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.evaluation.results import TaskResult
 from holdfast_platform.registry.registry import RegistryError, State
+from tests.support.commands import within
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,11 @@ def test_versions_are_promoted_and_rolled_back(
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     registry = MlflowRegistry("qa", uri)
     assert registry.state().current is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    within("registry", "list", "mlflow:qa").refuses("there is no registry")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    within("registry", "list", "mlflow:qa").refuses("MLflow refuses or does not answer")
     for text in ("first", "second"):
         folder = tmp_path / text
         folder.mkdir()

@@ -130,7 +130,7 @@ def test_a_torch_trainers_checkpoint_is_imported(
     run = tmp_path / "run"
     done = imported(capsys, trained, tmp_path / "dcp", run)
     assert done.code == 0, done.err
-    assert "weights and AdamW's moments after step 2" in done.err
+    assert "weights and AdamW's moments of DCP after step 2" in done.err
     found = ours(run)
     for name, parameter in decoder.named_parameters():
         held = optimizer.state[parameter]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.events import CheckpointFailed, NonFinite
+from holdfast.events import CheckpointFailed, NonFinite, SparesChanged, WorkerPaced
 from holdfast.machine.device_readings import DeviceReading, read_devices
 from holdfast.report.ledger.timeledger import TimeLedger
 from holdfast.report.live.catalogue import CATALOGUE
@@ -296,3 +296,18 @@ def test_the_catalogue_names_everything_that_is_shown() -> None:
     names = {name for spec in CATALOGUE.values() for name in spec.sample_names}
     shown = {name.partition(",")[0] for name in metrics_of(lossy_run())}
     assert {name for name in shown if not name.endswith("_created")} <= names
+
+
+def test_a_slow_worker_counts_until_it_is_well_or_lost() -> None:
+    def paced(node: str, pid: int, pace: str) -> WorkerPaced:
+        return WorkerPaced(node, pid, pace, 3.0, "slower than the rest", step=10)
+
+    run = started_run(10)
+    run.write(paced("a", 7, "slow"))
+    run.write(paced("b", 8, "standby"))
+    run.restart(10, reason="slow_worker")
+    assert metrics_of(run)["holdfast_slow_workers"] == 2, "a generation begins for it"
+    run.write(paced("a", 7, "well"))
+    assert metrics_of(run)["holdfast_slow_workers"] == 1
+    run.write(SparesChanged([]))
+    assert metrics_of(run)["holdfast_slow_workers"] == 0, "the node that waited has left"

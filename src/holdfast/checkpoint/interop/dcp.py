@@ -69,10 +69,18 @@ def is_dcp(folder: Path) -> bool:
 
 
 class DcpFolder:
-    """Tensors by their flat names, and the names of what is no tensor."""
+    """Tensors by their flat names, and the names of what is no tensor. `values` has those of plain
+    numbers, texts and containers."""
 
-    def __init__(self, folder: Path, tensors: dict[str, DcpTensor], others: tuple[str, ...]):
+    def __init__(
+        self,
+        folder: Path,
+        tensors: dict[str, DcpTensor],
+        others: tuple[str, ...],
+        values: dict[str, Any] | None = None,
+    ):
         self.folder, self.tensors, self.non_tensors = folder, tensors, others
+        self.values = values or {}
 
     @staticmethod
     def open(folder: Path) -> DcpFolder:
@@ -81,7 +89,7 @@ class DcpFolder:
         tensors = {name: _tensor_from_json(name, row) for name, row in answer["tensors"].items()}
         for tensor in tensors.values():
             _check_tensor(folder, tensor)
-        return DcpFolder(folder, tensors, tuple(answer["others"]))
+        return DcpFolder(folder, tensors, tuple(answer["others"]), answer["values"])
 
     def read(self, box: Box) -> Any:
         """The elements of a box as an array of its dtype (BF16 as its 16 bits)."""

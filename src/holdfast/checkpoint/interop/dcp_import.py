@@ -100,6 +100,8 @@ def import_flat(
     scheme, prefix = choice
     rows = {row.ours: row for row in SCHEMES[scheme](model)}
     state = None if weights_only else _find_optimizer_prefix(found, rows)
+    if state is None and not weights_only:
+        _refuse_part(found, rows, folder)
     name = "adamw" if optimizer is None else optimizer.name_with_state
     if state is not None and name != "adamw":
         raise CheckpointError(
@@ -136,6 +138,19 @@ def _find_optimizer_prefix(dcp_folder: FlatState, rows: dict[str, FlatName]) -> 
         if all(name in dcp_folder.tensors for name in needed):
             return before
     return None
+
+
+def _refuse_part(found: FlatState, rows: dict[str, FlatName], folder: Path) -> None:
+    """Raises CheckpointError if moments of some parameters are there, and not of all."""
+    for before in OPTIMIZER_PREFIXES:
+        names = [row.state_name(moment, before) for row in rows.values() for moment in MOMENTS]
+        lacks = [name for name in names if name not in found.tensors]
+        if len(lacks) < len(names):
+            raise CheckpointError(
+                f"the optimizer's state is not complete: {lacks[0]} is missing",
+                where=str(folder),
+                remedy="import the weights alone, with --weights-only",
+            )
 
 
 def _read_step(

@@ -8,7 +8,8 @@ pickle may call anything that it names. So the unpickler here knows a short list
 stand-in of this module for each, and refuses any other name. Nothing of torch is imported, no
 tensor is made. The answer on stdout is JSON: for each tensor its dtype, shape and chunks, for each
 chunk its file and byte range. So the caller reads plain byte ranges. Objects that are not tensors
-(data loaders, schedules) are named, never read.
+(data loaders, schedules) are named. Those of plain numbers, texts and containers are in the answer
+with their values; any other object is left unread.
 
 DCP's own `FileSystemReader` is no replacement. It gives `.metadata` to plain `pickle`, whatever
 `torch.serialization.safe_globals` says, so a folder can run code. torch's `weights_only` unpickler
@@ -34,6 +35,9 @@ METADATA = ".metadata"
 LEAST_MEMORY_BYTES = 2**30
 MEMORY_PER_METADATA_BYTE = 256
 """Memory for each byte of `.metadata`; DCP's own need less than 50."""
+MAX_VALUE_BYTES = 2**20
+MAX_VALUE_ITEMS = 20_000
+"""Limits of an object that is no tensor; a larger one is left unread."""
 
 TORCH_DTYPE_NAMES = {
     "float64": "F64",
@@ -166,6 +170,11 @@ ARCHIVE_ALLOWLIST: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in TORCH_STORAGE_DTYPES.items()},
 }
 """All that a tensor's archive may name."""
+VALUE_ALLOWLIST: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # how protocol 2 writes bytes
+}
+"""All that an object of plain values may name."""
 
 
 class AllowlistUnpickler(pickle.Unpickler):
@@ -244,16 +253,74 @@ def describe_folder(folder: Path) -> dict[str, Any]:
     files: dict[str, BinaryIO] = {}
     tensors: dict[str, Any] = {}
     others: list[str] = []
+    values: dict[str, Any] = {}
     try:
         for name, entry in entries.items():
             if isinstance(entry, TensorStorageMetadata):
                 tensors[str(name)] = _describe_tensor(folder, str(name), entry, at, files)
-            else:
-                others.append(str(name))
+                continue
+            others.append(str(name))
+            try:
+                values[str(name)] = _read_value(folder, str(name), at, files)
+            except (UnsupportedDcpError, zipfile.BadZipFile, KeyError, ValueError, RecursionError):
+                continue  # it stays unread, and the caller names it
     finally:
         for file in files.values():
             file.close()
-    return {"tensors": tensors, "others": others}
+    return {"tensors": tensors, "others": others, "values": values}
+
+
+def _read_value(
+    folder: Path,
+    name: str,
+    places: dict[tuple[str, tuple[int, ...]], Any],
+    files: dict[str, BinaryIO],
+) -> Any:
+    """Return an object of plain values, as JSON has them.
+
+    Raises UnsupportedDcpError, and the errors of a broken archive."""
+    place = places[name, ()]
+    length = int(place.field("length"))
+    if length > MAX_VALUE_BYTES:
+        raise UnsupportedDcpError(f"{name} is large")
+    window = FileWindow(_open_file(folder, place, files), int(place.field("offset")), length)
+    with zipfile.ZipFile(window) as archive:
+        (pickled,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
+        if archive.getinfo(pickled).file_size > MAX_VALUE_BYTES:
+            raise UnsupportedDcpError(f"{name} is large")
+        return _plain(_load_value(archive.read(pickled), name), name, [MAX_VALUE_ITEMS])
+
+
+def _load_value(pickled: bytes, name: str) -> Any:
+    return AllowlistUnpickler(pickled, VALUE_ALLOWLIST, name).load_checked()
+
+
+def _plain(value: Any, name: str, left: list[int]) -> Any:
+    """`value` as JSON has it; bytes are a pickle of plain values. `left` counts down its items."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise UnsupportedDcpError(f"{name} has too many items")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return _plain(_load_value(value, name), name, left)
+    if isinstance(value, dict):
+        return {str(key): _plain(item, name, left) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name, left) for item in value]
+    raise UnsupportedDcpError(f"{name} is no plain value")
+
+
+def _open_file(folder: Path, place: Any, files: dict[str, BinaryIO]) -> BinaryIO:
+    """Return the data file of `place`, opened once.
+
+    Raises UnsupportedDcpError for a path that leaves the folder."""
+    name = str(place.field("relative_path"))
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise UnsupportedDcpError(f"{METADATA} names a file outside of the folder ({name!r})")
+    if name not in files:
+        files[name] = (folder / name).open("rb")
+    return files[name]
 
 
 def _describe_tensor(
@@ -297,15 +364,12 @@ def _describe_chunk(
     files: dict[str, BinaryIO],
 ) -> dict[str, Any]:
     """The bytes of a file that hold one chunk, and their order of dims."""
+    file = _open_file(folder, place, files)
     file_name = str(place.field("relative_path"))
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", file_name):
-        raise UnsupportedDcpError(f"{METADATA} names a file outside of the folder ({file_name!r})")
-    if file_name not in files:
-        files[file_name] = (folder / file_name).open("rb")
     start, length = int(place.field("offset")), int(place.field("length"))
     where = f"{name} in {file_name}"
     try:
-        with zipfile.ZipFile(FileWindow(files[file_name], start, length)) as archive:
+        with zipfile.ZipFile(FileWindow(file, start, length)) as archive:
             tensor, record = _read_archive(archive, where)
     except (zipfile.BadZipFile, ValueError, OSError) as error:
         raise UnsupportedDcpError(f"{where} is not an archive that DCP wrote ({error})") from None
@@ -314,8 +378,8 @@ def _describe_chunk(
             f"{where} is {tensor.storage.dtype} {list(tensor.size)}, {METADATA} says {dtype} "
             f"{list(lengths)}"
         )
-    files[file_name].seek(start + record.header_offset)
-    head = files[file_name].read(30)  # the local header: its name and extra field precede the bytes
+    file.seek(start + record.header_offset)
+    head = file.read(30)  # the local header: its name and extra field precede the bytes
     skip = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
     return {
         "offsets": offsets,

@@ -56,9 +56,9 @@ def read_deepspeed(folder: Path, *, weights_only: bool = False) -> ForeignState:
         raise _error(folder, "there is no file of optimizer states here")
     if (where / _UNIVERSAL).is_dir():
         model = _load(_one(where, "mp_rank_00_model_states.pt"))
-        found = _state(model, where)
-        _read_universal(where / _UNIVERSAL, found.state, weights_only)
-        return found
+        state = TorchState()
+        _read_universal(where / _UNIVERSAL, state, weights_only)
+        return _state(model, state)
     parts = sorted(
         (int(match[2]), path)
         for path in where.glob("*_optim_states.pt")
@@ -69,7 +69,8 @@ def read_deepspeed(folder: Path, *, weights_only: bool = False) -> ForeignState:
     of_stage_3 = where / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     model = _load(of_stage_3 if of_stage_3.is_file() else _one(where, "mp_rank_00_model_states.pt"))
     _refuse_layout(model, where)
-    found = _state(model, where)
+    state = TorchState()
+    found = _state(model, state)
     optimizers = [_load(path)["optimizer_state_dict"] for _, path in parts]
     flats = [_flat(optimizer, parts[0][1]) for optimizer in optimizers]
     if len(flats) != int(model.get("dp_world_size", len(flats))):
@@ -78,9 +79,9 @@ def read_deepspeed(folder: Path, *, weights_only: bool = False) -> ForeignState:
         )
     by_rank = _cut_by_parameter if of_stage_3.is_file() else _cut_by_group
     for name, kinds in by_rank(model, optimizers, flats, where):
-        found.state.add({name: kinds.pop(FP32)})
+        state.add({name: kinds.pop(FP32)})
         if not weights_only:
-            found.state.add_moments(name, kinds)
+            state.add_moments(name, kinds)
     found.settings = optimizer_settings(_base(optimizers[0])["param_groups"][0])
     return found
 
@@ -114,10 +115,10 @@ def _refuse_layout(model: Mapping[str, Any], where: Path) -> None:
         raise _error(where, f"it has {len(model['frozen_param_shapes'])} frozen parameters")
 
 
-def _state(model: Mapping[str, Any], where: Path) -> ForeignState:
+def _state(model: Mapping[str, Any], state: TorchState) -> ForeignState:
     steps, samples = model.get("global_steps"), model.get("global_samples")
     said = f"it had used {samples} samples in {steps} steps" if samples else ""
-    found = ForeignState("DeepSpeed", TorchState(), int(steps or 0), position=said)
+    found = ForeignState("DeepSpeed", state, int(steps or 0), position=said)
     scheduler = (model.get("ds_config") or {}).get("scheduler")
     if scheduler:
         found.left_out = (f"lr_scheduler {scheduler.get('type')} (say it in train.schedule)",)

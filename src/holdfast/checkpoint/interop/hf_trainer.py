@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.interop.dcp_import import FlatState
 from holdfast.checkpoint.interop.torch_files import TorchState, load_tensors, refuse_unknown
 from holdfast.config.huggingface.folder import read_json_object
 from holdfast.config.huggingface.weight_files import read_weights
@@ -36,12 +37,13 @@ class ForeignState:
     """Another trainer's state, in the form that a run continues."""
 
     trainer: str  # its name, for people
-    state: TorchState
+    state: FlatState
     step: int  # updates that were made
     settings: dict[str, Any] = field(default_factory=dict)  # key of a run file -> value there
     rate: float | None = None  # of the update that comes next
     position: str = ""  # what the folder says of the data's position
     left_out: tuple[str, ...] = ()  # files that are not read, with the reason
+    differences: tuple[str, ...] = ()  # of the optimizer from the run file, as sentences
 
 
 def is_hf_trainer(folder: Path) -> bool:

@@ -523,6 +523,8 @@ def apply_pace_changes(
                 change.after,
                 round(change.slowdown, 2),
                 change.reason,
+                change.parts.waited_share,
+                change.parts.work_ratio,
                 step=planner.reached_step,
             ),
         )

@@ -52,14 +52,10 @@ class StragglerTracker:
         for pace in paces:
             who = (node_name, pace.pid)
             before = self._pending_timings.get(who)
-            told = StepTiming(who, pace.position, pace.seconds, pace.microbatches)
+            waited, elements = pace.load
+            told = StepTiming(who, pace.position, pace.seconds, pace.microbatches, waited, elements)
             if before is not None:
-                told = StepTiming(
-                    who,
-                    told.position,
-                    told.seconds + before.seconds,
-                    told.microbatches + before.microbatches,
-                )
+                told = told.plus(before)
             self._reporting_workers.add(who)
             self._pending_timings[who] = told
         if len(self._pending_timings) < max(2, len(self._reporting_workers)):

@@ -349,8 +349,12 @@ def _worker_paces(topology: Topology, workers: Iterable[WorkerStatus]) -> tuple[
     for member in workers:
         (seconds, done), (before, passed) = member.compute_time, member.reported_compute_time
         member.reported_compute_time = member.compute_time
+        (waited, elements), (waited_before, elements_before) = member.load, member.reported_load
+        member.reported_load = member.load
         if done > passed > 0:
             replica = topology.replica_of(member.rank)
             place = f"{replica.kind} {replica.ranks.index(member.rank)}"
-            paces.append(WorkerPace(member.pid, place, round(seconds - before, 6), done - passed))
+            load = round(waited - waited_before, 6), elements - elements_before
+            pace = WorkerPace(member.pid, place, round(seconds - before, 6), done - passed, load)
+            paces.append(pace)
     return tuple(paces)

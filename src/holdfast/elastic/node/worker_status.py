@@ -46,6 +46,8 @@ class WorkerStatus:
     report_cpu_s: float = 0.0
     compute_time: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
     reported_compute_time: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
+    load: tuple[float, float] = (0.0, 0.0)  # seconds without a processor, and elements, in all
+    reported_load: tuple[float, float] = (0.0, 0.0)
     # seconds of whole steps, without what lies between them
     step_time: tuple[float, int] = (0.0, 0)
 
@@ -118,6 +120,7 @@ class WorkerTable:
         member.last_heard_at, member.reply_pending = now, True
         member.may_be_busy = report.has_callbacks
         member.compute_time = report.compute_time or member.compute_time
+        member.load = report.load or member.load
         member.step_time = report.step_time or member.step_time
         member.report_cpu_s = max(member.report_cpu_s, report.cpu_s)
         progress = report.step, report.phase, report.progress_count

@@ -48,12 +48,15 @@ class WorkerPace(JsonRow):
     """A worker's time for its microbatches since it was last reported.
 
     position: its place in its replica; workers with equal positions do the same work.
+    load: seconds in which it was ready to run and had no processor; elements of the microbatches.
     """
 
+    absent_if_default = frozenset({"load"})
     pid: int
     position: str
     seconds: float
     microbatches: int
+    load: tuple[float, float] = (0.0, 0.0)
 
 
 JOIN_PATH, HEARTBEAT_PATH = "/join", "/beat"

@@ -46,6 +46,7 @@ class WorkerReport(JsonMessage):
     has_callbacks    the worker may do something else before it reports again
     is_asleep        training sleeps where ranks wait for each other
     compute_time     seconds of computing, and microbatches, in all; None: not reported
+    load             of these, seconds without a processor; elements of the data; None likewise
     step_time        seconds of steps from their arithmetic to their vote, and steps; None likewise
     cpu_s            CPU seconds that the worker's reports took
     outcome          None: it does not end yet
@@ -53,7 +54,7 @@ class WorkerReport(JsonMessage):
     """
 
     absent_if_default = frozenset(
-        {"stream_id", "compute_time", "step_time", "device_progress", "outcome"}
+        {"stream_id", "compute_time", "load", "step_time", "device_progress", "outcome"}
     )
     required = frozenset({"first_number", "events", "is_sync"})
     rank: int
@@ -67,6 +68,7 @@ class WorkerReport(JsonMessage):
     has_callbacks: Annotated[bool, Key("calls")] = False
     is_asleep: Annotated[bool, Key("asleep")] = False
     compute_time: Annotated[tuple[float, int] | None, Key("pace")] = None
+    load: tuple[float, float] | None = None
     step_time: Annotated[tuple[float, int] | None, Key("worked")] = None
     cpu_s: Annotated[float, Key("own")] = 0.0
     outcome: WorkerOutcome | None = None

@@ -45,13 +45,19 @@ class ProgressMeter:
         """Step, phase, number of calls within the step."""
         self.compute_time = (0.0, 0)
         """Seconds of computing, microbatches."""
+        self.load = (0.0, 0.0)
+        """Of `compute_time`, seconds in which it was ready to run and had no processor; elements of
+        the microbatches."""
         self.step_time = (0.0, 0)
         """Seconds from a step's arithmetic to the end of its vote, steps."""
         self.microbatch_count: Callable[[], int] | None = None
         """Returns this rank's number of microbatches in the open step."""
+        self.element_count: Callable[[], int] = int
+        """Returns the number of elements of these microbatches."""
         self.device_progress: Callable[[], tuple[GroupProgress, ...]] = tuple
         """Returns how far the device is with exchanges."""
         self._computing_since: float | None = None  # since when
+        self._waited_before_s = 0.0  # for a processor, when it began to compute
         self._step_began_at = 0.0  # with the step that is under way
 
     def record(self, step: int, phase: str) -> None:
@@ -62,7 +68,7 @@ class ProgressMeter:
         """
         now = time.monotonic()
         if phase == "compute":
-            self._computing_since = now
+            self._computing_since, self._waited_before_s = now, run_delay_s()
         elif (
             phase == "reduce"
             and self._computing_since is not None
@@ -74,6 +80,11 @@ class ProgressMeter:
                 microbatches + self.microbatch_count(),
             )
             self._computing_since = None
+            waited, elements = self.load
+            self.load = (
+                waited + run_delay_s() - self._waited_before_s,
+                elements + self.element_count(),
+            )
         before, last, marks = self.progress
         if phase in STEP_PHASES and last not in STEP_PHASES:
             self._step_began_at = now
@@ -81,6 +92,16 @@ class ProgressMeter:
             seconds, steps = self.step_time
             self.step_time = (seconds + now - self._step_began_at, steps + 1)
         self.progress = (step, phase, marks + 1 if step == before else 1)
+
+
+def run_delay_s() -> float:
+    """Return the seconds for which this thread was ready to run and waited for a processor; 0 if
+    the system does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 class ReportWriter:
@@ -120,6 +141,7 @@ class ReportWriter:
             has_callbacks,
             is_still and self._is_asleep(),
             meter.compute_time,
+            meter.load,
             meter.step_time,
             round(time.thread_time(), 4),  # the process computes at the same time
             outcome,

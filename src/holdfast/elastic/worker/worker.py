@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from holdfast.rollout.roles.batches import RolloutBatches
 from holdfast.rollout.roles.feed import CompletionFeed
 from holdfast.rollout.roles.link import TrainerPlace, connect_roles
 from holdfast.training.engine.build import TrainingSession
+from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.reference import fill_reference
 from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
@@ -159,6 +160,7 @@ class Worker:
             session.engine.plan.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
+        self.reporter.progress_meter.element_count = lambda: _count_elements(engine)
         self.reporter.progress_meter.device_progress = engine.groups.device_progress
         self._fill_reference(session)
         self.is_training = True
@@ -332,6 +334,13 @@ class Worker:
         """Handle a newer generation before `step` is voted on: the vote must not happen. The ranks
         of a replica reach the end of the step together."""
         self.held_session.current.engine.interrupt(False)
+
+
+def _count_elements(engine: StepEngine) -> int:
+    """Return the elements of the inputs of this rank's microbatches in the open step."""
+    inputs = (engine.executor.arguments(batch)[0] for batch in engine.batches)
+    tensors = (one.values() if isinstance(one, Mapping) else (one,) for one in inputs)
+    return sum(tensor.numel() for several in tensors for tensor in several)
 
 
 def _failure_stats(spec: WorkerSpec) -> FailureStats:

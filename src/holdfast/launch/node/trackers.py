@@ -16,6 +16,8 @@ from holdfast.config.sections.task import refuse_task
 from holdfast.data.read.source_files import find_files
 from holdfast.elastic.run_context import TrackerProgram
 from holdfast.errors import ConfigError
+from holdfast.report.alerts.webhook import PLACE as WEBHOOK
+from holdfast.report.alerts.webhook import webhook_options
 from holdfast.report.trackers.process import TrackerSpec
 from holdfast.report.trackers.registry import (
     BUILT_IN,
@@ -89,6 +91,11 @@ def tracker_programs(config: RunConfig, folder: Path) -> tuple[TrackerProgram, .
         programs.append(
             TrackerProgram("evaluate.tasks", TRACKER_MODULE, line, log, wait_s, by_hand)
         )
+    if config.observe.webhook:
+        log = "logs/alerts.log"
+        options = webhook_options(config)
+        spec = tracker_spec(WEBHOOK, config, folder, options, str((folder / log).absolute()))
+        programs.append(TrackerProgram("observe.webhook", TRACKER_MODULE, spec.to_json_line(), log))
     return tuple(programs)
 
 

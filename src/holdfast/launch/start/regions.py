@@ -40,7 +40,7 @@ def refuse_copy_elsewhere(governance: GovernanceConfig, to: str, where: str) -> 
 
 def refuse_region(governance: GovernanceConfig, region: str) -> None:
     """Check the region in which a cloud is to start nodes. Raises ConfigError."""
-    _refuse(governance, region, "the order of machines", "--region", "name it with --region")
+    _refuse(governance, region, "a machine of this order", "--region", "name it with --region")
 
 
 def _refuse(governance: GovernanceConfig, zone: str, what: str, where: str, remedy: str) -> None:

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
+_PARTS_STEPS = 16  # comparisons that say what a slowdown came from
+
 WorkerName = Hashable
 """A worker, by a name that stays when ranks change."""
 
@@ -94,6 +96,27 @@ class StepTiming:
     position: Hashable
     seconds: float
     microbatches: int
+    waited_s: float = 0.0  # of `seconds`: ready to run, without a processor
+    elements: float = 0.0  # of the microbatches; 0: not known
+
+    def plus(self, other: StepTiming) -> StepTiming:
+        """Return both together, of the same worker and position."""
+        return StepTiming(
+            self.worker,
+            self.position,
+            self.seconds + other.seconds,
+            self.microbatches + other.microbatches,
+            self.waited_s + other.waited_s,
+            self.elements + other.elements,
+        )
+
+
+@dataclass(frozen=True)
+class SlowdownParts:
+    """What a worker's slowdown came from."""
+
+    waited_share: float = 0.0  # of the additional seconds: waiting for a processor
+    work_ratio: float = 0.0  # elements of a microbatch, relative to the rest; 0: not known
 
 
 @dataclass(frozen=True)
@@ -105,6 +128,7 @@ class PaceChange:
     after: Pace
     slowdown: float
     reason: str
+    parts: SlowdownParts = SlowdownParts()
 
 
 @dataclass
@@ -115,6 +139,7 @@ class _WorkerPace:
     block_slowdowns: deque[float] = field(default_factory=deque)  # the newest last
     blocks_in_pace: int = 0  # blocks in this pace
     speed: float = 1.0
+    timings: deque[StepTiming] = field(default_factory=lambda: deque(maxlen=_PARTS_STEPS))
 
 
 class StragglerDetector:
@@ -145,10 +170,11 @@ class StragglerDetector:
         at: dict[Hashable, dict[WorkerName, float]] = {}
         for t in timings:
             if t.microbatches > 0 and t.seconds > 0:
+                self._workers.setdefault(t.worker, _WorkerPace()).timings.append(t)
                 at.setdefault(t.position, {})[t.worker] = t.seconds / t.microbatches
         for paces in at.values():
             for who, slower in _relative_slowdowns(paces).items():
-                self._workers.setdefault(who, _WorkerPace()).step_slowdowns.append(slower)
+                self._workers[who].step_slowdowns.append(slower)
         self._steps += 1
         if self._steps % self.limits.block_steps:
             return ()
@@ -177,7 +203,34 @@ class StragglerDetector:
         worker.speed = round(1 / slower, 2) if to is Pace.SLOW else 1.0
         if to is not Pace.SLOW:
             worker.block_slowdowns.clear()
-        return PaceChange(name, before, to, slower, why)
+        return PaceChange(name, before, to, slower, why, self._slowdown_parts(name, worker))
+
+    def _slowdown_parts(self, name: WorkerName, worker: _WorkerPace) -> SlowdownParts:
+        """Return what sets a worker apart from the rest with the same work, lately."""
+
+        def per_microbatch(pace: _WorkerPace) -> tuple[float, float, float]:
+            done = sum(t.microbatches for t in pace.timings)
+            sums = (
+                sum(t.seconds for t in pace.timings),
+                sum(t.waited_s for t in pace.timings),
+                sum(t.elements for t in pace.timings),
+            )
+            return sums[0] / done, sums[1] / done, sums[2] / done
+
+        position = worker.timings[-1].position if worker.timings else None
+        rest = [
+            per_microbatch(pace)
+            for who, pace in self._workers.items()
+            if who != name and pace.timings and pace.timings[-1].position == position
+        ]
+        if not rest:
+            return SlowdownParts()
+        seconds, waited, elements = per_microbatch(worker)
+        usual_s, usual_waited, usual_elements = (median(one) for one in zip(*rest, strict=True))
+        beyond = seconds - usual_s
+        share = (waited - usual_waited) / beyond if beyond > 0 else 0.0
+        ratio = elements / usual_elements if usual_elements > 0 else 0.0
+        return SlowdownParts(round(min(1.0, max(0.0, share)), 2), round(ratio, 2))
 
     def _next_pace(self, worker: _WorkerPace) -> tuple[Pace, float, str] | None:
         if worker.pace is Pace.OUT:

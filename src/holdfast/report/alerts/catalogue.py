@@ -42,6 +42,12 @@ class Alert:
         return f"runbooks/{re.sub('(?<!^)(?=[A-Z])', '-', self.name).lower()}.md"
 
     @property
+    def key(self) -> str:
+        """The name, with what tells it from other alerts of the name; fit for an object's key."""
+        words = [self.name, *self.labels.values()]
+        return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-")
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the catalogue of metrics that the expression uses."""
         return tuple(dict.fromkeys(name for part in self.expression for name in part.metrics))

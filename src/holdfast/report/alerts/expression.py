@@ -237,6 +237,11 @@ class Above:
     def terms(self) -> tuple[Term, ...]:
         return (self.left, self.right)
 
+    @property
+    def window_s(self) -> float:
+        """The longest window that the terms look back; 0 if they need the newest sample only."""
+        return max(float(getattr(term, "window_s", 0.0)) for term in self.terms)
+
     def promql(self, scale: float = 1.0) -> str:
         return f"{self.left.promql(scale)} > {self.right.promql(scale)}"
 

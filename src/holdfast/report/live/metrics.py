@@ -45,6 +45,7 @@ from holdfast.events import (
     RunStarted,
     RunStopped,
     SnapshotKept,
+    SparesChanged,
     StateDiffers,
     StepDone,
     UploadFailed,
@@ -158,6 +159,7 @@ class RunMetrics:
         self._costs = dict.fromkeys(self._ledger.totals(), 0.0)  # dollars by class
         self._priced = dict(self._costs)  # seconds by class that `_costs` has
         self._nodes = 0  # of the newest generation
+        self._members: frozenset[str] = frozenset()  # names of its nodes
         self._losses: deque[float] = deque(maxlen=_LOSS_WINDOW)
         self._best = float("inf")  # smallest mean of `_losses`
         self._interval = 0.0  # longest training between two commits
@@ -272,6 +274,7 @@ class RunMetrics:
                     self._set("epochs", max(stops) / self._facts.epoch_samples)
         elif isinstance(event, RunStarted):
             self._set("session_start_timestamp_seconds", record.time)
+            self._slow = set()
             self._count("requeues", int(event.resumed))
             self._enter("running")
             self._set("recovering", 1)
@@ -302,6 +305,13 @@ class RunMetrics:
                 how = event.noticed_by if event.noticed_by in known else "stuck"
                 self._count("worker_losses", 1, how)
                 self._set("recovering", 1)
+                lost = {(event.node, event.pid)} if event.pid else set()
+                self._slow = {
+                    worker
+                    for worker in self._slow - lost
+                    if event.pid or worker[0] != event.node  # a lost node has no process number
+                }
+                self._judge()
             case NoticeReceived():
                 self._count("preemptions", max(1, len(event.nodes)))
             case NoticesUnheard():
@@ -311,10 +321,17 @@ class RunMetrics:
             case WorkerPaced():
                 is_slow = event.pace in ("slow", "standby", "out")
                 (self._slow.add if is_slow else self._slow.discard)((event.node, event.pid))
-                self._set("slow_workers", len(self._slow))
+                self._judge()
+            case SparesChanged():  # a slow worker that waits may have left
+                there = self._members.union(event.nodes)
+                self._slow = {worker for worker in self._slow if worker[0] in there}
+                self._judge()
             case _:
                 return False
         return True
+
+    def _judge(self) -> None:
+        self._set("slow_workers", len(self._slow))
 
     def _enter(self, state: str) -> None:
         for name in RUN_STATES:
@@ -324,10 +341,10 @@ class RunMetrics:
         nodes = event.topology.get("nodes", ())
         if self._nodes:  # of the first generation, the nodes that started are paid, too
             self._add_costs()
-        self._nodes, self._slow = len(set(nodes)), set()
+        self._nodes, self._members = len(set(nodes)), frozenset(nodes)
         self._set("generation", record.generation)
         self._set("world_size", len(nodes))
-        self._set("slow_workers", 0)
+        self._judge()
         self._set("recovering", 1)
         self._count("membership_changes", 1, event.reason)
         self._at_risk = [pair for pair in self._at_risk if pair[0] <= event.step]

@@ -102,7 +102,7 @@ def fit_clock(pairs: list[tuple[float, float]]) -> tuple[ClockFit, str]:
         return fit, f"its clock seems to run {drift:.1%} faster or slower than the reference"
     if fit.error_s > TOLERANCE_S:
         return fit, (
-            f"the ends of its {len(pairs)} exchanges still differ by {residual * 1e3:.1f} ms (median)"
+            f"ends of its {len(pairs)} exchanges still differ by {residual * 1e3:.1f} ms (median)"
         )
     return fit, ""
 

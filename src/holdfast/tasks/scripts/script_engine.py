@@ -184,7 +184,7 @@ class ScriptExecutor(Executor):
     """Lets the script run its passes."""
 
     def __init__(self, script: Script) -> None:
-        super().__init__()
+        super().__init__(lambda batch: batch.read.arguments)
         self._script = script
 
     def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:

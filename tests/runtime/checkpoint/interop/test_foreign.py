@@ -41,7 +41,11 @@ FIXTURES = Path(__file__).parent / "fixtures"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "trainer": {"kind": "cosine", "warmup_steps": 4, "final_ratio": 0.0, "counts_from": 0},
     "deepspeed": {"kind": "constant", "warmup_steps": 0},
+    # torchtitan keeps the peak for one step after the warm-up, and decays over all that are left
+    "torchtitan": {"kind": "wsd", "warmup_steps": 4, "steps": theirs.STEPS + 1, "decay_steps": 26},
 }
+DECAYS = {"trainer": theirs.DECAY, "torchtitan": theirs.DECAY}
+EVERY = {"match": "*", "weight_decay": theirs.DECAY}
 
 
 def read(folder: Path, **options: bool) -> ForeignState:
@@ -50,7 +54,7 @@ def read(folder: Path, **options: bool) -> ForeignState:
 
 def run_of(name: str) -> RunConfig:
     """The run file that continues a fixture; the state of DeepSpeed is in float32."""
-    is_trainer = name == "trainer"
+    kind = name if name in SCHEDULES else "deepspeed"
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **theirs.SHAPE}
     model = from_their_config(shape, where="fixture")
     return RunConfig.model_validate(
@@ -61,12 +65,13 @@ def run_of(name: str) -> RunConfig:
                 "steps": theirs.STEPS,
                 "batch_size": theirs.BATCH,
                 "microbatch_size": 2,
-                "precision": "float64" if is_trainer else "fp32",
-                "schedule": SCHEDULES["trainer" if is_trainer else "deepspeed"],
+                "precision": "float64" if kind == "trainer" else "fp32",
+                "schedule": SCHEDULES[kind],
                 "optimizer": {
-                    "learning_rate": theirs.RATE,
+                    "learning_rate": theirs.TITAN_RATE if kind == "torchtitan" else theirs.RATE,
                     "betas": list(theirs.BETAS),
-                    "weight_decay": theirs.DECAY if is_trainer else 0.0,
+                    "weight_decay": DECAYS.get(kind, 0.0),
+                    "groups": [EVERY] if kind == "torchtitan" else [],
                     "clip_norm": 1.0,
                 },
             },
@@ -74,13 +79,14 @@ def run_of(name: str) -> RunConfig:
     )
 
 
-def losses_after(folder: Path, name: str, found: ForeignState, step: int) -> list[float]:
+def losses_after(
+    folder: Path, name: str, found: ForeignState, step: int, *, weights_only: bool = False
+) -> list[float]:
     """Import, and train the steps after `step` on the fixture's batches."""
     config, store = run_of(name), MemoryStore()
     precision, optimizer = config.train.precision, config.train.optimizer
-    commit = import_flat(
-        store, found.state, folder, config.model, precision, optimizer=optimizer
-    ).commit
+    options = {"optimizer": optimizer, "weights_only": weights_only}
+    commit = import_flat(store, found.state, folder, config.model, precision, **options).commit
     checkpoint = Checkpoint.open(store, commit.key)
 
     def fill(box: Box, out: torch.Tensor) -> None:
