@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import holdfast
-from holdfast_platform.pipeline.file import KEYS
+from holdfast_platform.pipeline.file import KEYS, read_pipeline
 from holdfast_platform.pipeline.stages import KINDS
 from tests.support.borders import unknown_entries
 from tests.support.commands import WORDS, apart, here, start, write_run_file
@@ -255,28 +255,32 @@ def stages_end_here(tmp_path: Path) -> Iterator[None]:
 
 
 def run_with_kills(file: Path, kills: int, draw: random.Random) -> list[str]:
-    """Run a pipeline again and again until it is done; kill processes at random moments. Return
-    what was killed."""
+    """Run a pipeline again and again until it is done. Kill processes at random moments of stages
+    that are drawn first, so that no stage is too late for a kill. Return what was killed."""
+    names = [stage.name for stage in read_pipeline(file).stages]
+    targets = sorted(draw.choices(range(len(names)), k=kills))
     killed: list[str] = []
     deadline = time.monotonic() + DEADLINE_S
+    folder = file.parent / "stages"
     while True:
         process = start("pipeline", "run", file)
         while process.poll() is None:
             assert time.monotonic() < deadline, killed
+            left = names[targets[len(killed)] :] if len(killed) < kills else []
             with suppress(Exception):
-                process.communicate(timeout=draw.uniform(0.2, 6.0))
-            if process.poll() is not None or len(killed) >= kills:
+                process.communicate(timeout=0.1)
+            if process.poll() is not None or not any((folder / name).exists() for name in left):
                 continue
-            at_work = processes_of(file.parent / "stages")
-            chosen = draw.choice(at_work) if at_work and draw.random() < 0.7 else None
-            if chosen is None:
-                process.kill()
-                killed.append("pipeline")
-            else:
-                with suppress(psutil.Error):
-                    name = " ".join(chosen.cmdline())[:60]
-                    chosen.kill()
-                    killed.append(name)
+            stage = next(name for name in reversed(names) if (folder / name).exists())
+            time.sleep(draw.uniform(0, 1 if stage == names[-1] else 3))
+            if process.poll() is not None:
+                continue
+            at_work = processes_of(folder)
+            chosen = draw.choice(at_work) if at_work and draw.random() < 0.7 else process
+            with suppress(psutil.Error):
+                words = " ".join(psutil.Process(chosen.pid).cmdline())
+                chosen.kill()
+                killed.append(f"{stage}: {words.replace(str(folder), '')[:90]}")
         if process.returncode == 0:
             return killed
         assert process.returncode in (1, 75, 128 + signal.SIGKILL, -signal.SIGKILL), (
@@ -300,13 +304,14 @@ def test_kills_at_random_moments_leave_the_artefacts_as_they_are(
     seed = int(os.environ.get("HOLDFAST_PIPELINE_SEED", "1"))
     killed = run_with_kills(hard, KILLS, random.Random(seed))
     assert len(killed) == KILLS, killed
-    print(f"killed: {killed}")
     expected, found = rows(capsys, calm), rows(capsys, hard)
     for stage, row in found.items():
         assert row["is_done"], stage
         digests = {name: result["digest"] for name, result in row["results"].items()}
         there = {name: result["digest"] for name, result in expected[stage]["results"].items()}
         assert digests == there, stage
+    starts = {name: row["starts"] for name, row in found.items()}
+    print("killed:", *killed, f"starts: {starts}", sep="\n")
 
 
 _ACCEPTED = {

@@ -4,6 +4,7 @@
     python tests/support/foreign_trainers.py deepspeed OUT STAGE      (in an environment with it)
     python tests/support/foreign_trainers.py universal OUT            (of a folder of stage 1)
     python tests/support/foreign_trainers.py torchtitan OUT           (in an environment with it)
+    python tests/support/foreign_trainers.py megatron OUT             (in an environment with it)
 
 A tiny Llama trains 30 steps on random tokens. The checkpoint is that after step 10. OUT has
 `batches.npz` and `losses.json` next to it.
@@ -34,6 +35,30 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
 }
 RATE, BETAS, DECAY = 0.01, (0.9, 0.98), 0.05
+MEGATRON_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+MEGATRON_SHAPE += ("num_query_groups", "kv_channels")
+MEGATRON_ARGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "ffn_hidden_size": 12,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 4,
+    "padded_vocab_size": VOCABULARY,
+    "seq_length": LENGTH,
+    "max_position_embeddings": 32,
+    "rotary_base": 10000,
+    "norm_epsilon": 1e-5,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_qkv_bias": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "global_batch_size": BATCH,
+    "train_iters": STEPS,
+    "clip_grad": 0.0,
+    "bf16": False,
+}
 TITAN_RATE = 0.002  # in float32, a higher rate makes more of each rounding
 
 
@@ -328,6 +353,143 @@ def train_titan_rank(out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def train_with_megatron(out: Path) -> None:
+    """Train with two tensor-parallel ranks. All but `args`, which Megatron's own script keeps next
+    to it, is made by megatron-core: model, optimizer, schedule and checkpoint."""
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    command = [sys.executable, __file__, "megatron-rank", str(out)]
+    ranks = [
+        subprocess.Popen(command, env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+
+
+def train_megatron_rank(out: Path) -> None:
+    import argparse
+    import contextlib
+    from importlib.metadata import version
+
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.set_num_threads(1)
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
+
+    class OnCpu(torch.overrides.TorchFunctionMode):
+        """What megatron makes on "cuda" lies on the CPU."""
+
+        def __torch_function__(
+            self, called: Any, _: Any, given: Any = (), named: Any = None
+        ) -> Any:
+            named = dict(named or {})
+            if str(named.get("device")).startswith("cuda"):
+                named["device"] = "cpu"
+            return given[0] if called is torch.Tensor.cuda else called(*given, **named)
+
+    OnCpu().__enter__()
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    parallel_state.initialize_model_parallel(2)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.fork = lambda *_: contextlib.nullcontext()  # it holds states of GPUs; no dropout here
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        **{key: MEGATRON_ARGS[key] for key in MEGATRON_SHAPE},
+        use_cpu_initialization=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=2,
+        gradient_accumulation_fusion=False,
+        init_method_std=0.3,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=VOCABULARY,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+        rotary_base=10000,
+        share_embeddings_and_output_weights=False,
+        fp16_lm_cross_entropy=False,
+    )
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=TITAN_RATE,
+        min_lr=TITAN_RATE / 10,
+        weight_decay=DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=1e-8,
+        clip_grad=0.0,
+    )
+    optimizer = get_megatron_optimizer(settings, [model])
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=TITAN_RATE,
+        min_lr=TITAN_RATE / 10,
+        lr_warmup_steps=4 * BATCH,
+        lr_decay_steps=STEPS * BATCH,
+        lr_decay_style="cosine",
+        start_wd=DECAY,
+        end_wd=DECAY,
+        wd_incr_steps=STEPS * BATCH,
+        wd_incr_style="constant",
+    )
+    losses = []
+    for step, rows in enumerate(batches(out), 1):
+        tokens = torch.from_numpy(rows)
+        positions = torch.arange(tokens.shape[1] - 1).expand(BATCH, -1)
+        length = tokens.shape[1] - 1
+        mask = torch.ones(1, 1, length, length).triu(1).bool()
+        optimizer.zero_grad()
+        model.zero_grad_buffer()
+        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        scheduler.step(BATCH)
+        losses.append(float(loss.detach().double()))
+        if step == SAVED:
+            folder = out / "checkpoint" / f"iter_{step:07}"
+            folder.mkdir(parents=True, exist_ok=True)
+            sharded = model.module.sharded_state_dict()
+            args = argparse.Namespace(
+                **MEGATRON_ARGS,
+                attention_backend=AttnBackend.auto,
+                consumed_train_samples=step * BATCH,
+            )
+            state = {
+                "args": args,
+                "checkpoint_version": 3.0,
+                "iteration": step,
+                "model": sharded,
+                "optimizer": optimizer.sharded_state_dict(sharded),
+                "opt_param_scheduler": scheduler.state_dict(),
+            }
+            dist_checkpointing.save(state, str(folder))
+    if rank == 0:
+        (out / "checkpoint" / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+        _write(out, losses, megatron_core=version("megatron-core"), torch=torch.__version__)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def make_universal(out: Path) -> None:
     folder = out / "checkpoint" / f"global_step{SAVED}"
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
@@ -355,5 +517,9 @@ if __name__ == "__main__":
             train_with_torchtitan(Path(place))
         case "titan-rank":
             train_titan_rank(Path(place))
+        case "megatron":
+            train_with_megatron(Path(place))
+        case "megatron-rank":
+            train_megatron_rank(Path(place))
         case "universal":
             make_universal(Path(place))

@@ -36,7 +36,7 @@ def import_(
     source: Annotated[
         Path,
         typer.Option(
-            "--from", help="folder as transformers, its Trainer, DeepSpeed or DCP writes it"
+            "--from", help="folder as transformers, Trainer, DeepSpeed, Megatron or DCP writes it"
         ),
     ],
     overrides: Overrides = None,
@@ -63,9 +63,9 @@ def import_(
     continues after the step that they belong to. Its metadata is a pickle: its own process reads
     it, and refuses everything but descriptions of tensors.
 
-    A checkpoint folder of transformers' Trainer, or of DeepSpeed (ZeRO 1 to 3, and universal),
-    continues in the same way: weights, moments and step. What is left out is named. Its files are
-    pickles of tensors, and torch's tensors-only reader refuses anything more.
+    Checkpoint folders of transformers' Trainer, of DeepSpeed (ZeRO 1 to 3, and universal) and of
+    Megatron (torch_dist) continue in the same way. Weights, moments and step are taken, and what is
+    left out is named. torch's tensors-only reader reads their pickles, and refuses anything more.
 
     \b
     Example:
@@ -127,10 +127,8 @@ def require_folder(loaded: LoadedConfig) -> Path:
 def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:
     """Rows of the vocabulary of a Hugging Face folder, whose files are checked; 0 for a DCP folder.
     Raises DataError for one without a tokenizer, unless the user vouches for the dataset's."""
-    from holdfast.checkpoint.interop.dcp import is_dcp
-    from holdfast.checkpoint.interop.deepspeed import step_folder
 
-    if is_dcp(source) or step_folder(source) is not None:
+    if _is_foreign(source):
         return 0
     from holdfast.config.huggingface.folder import read_folder_model
     from holdfast.config.huggingface.weight_files import describe_unread
@@ -151,6 +149,16 @@ def _vocabulary_of(source: Path, tokenizer_unchecked: bool) -> int:
             remedy="put it there, or say that they are with --tokenizer-unchecked",
         )
     return model.vocab_size
+
+
+def _is_foreign(source: Path) -> bool:
+    """Return True for a folder of DeepSpeed, Megatron or DCP, which has no shape of its own."""
+    from holdfast.checkpoint.interop.dcp import is_dcp
+    from holdfast.checkpoint.interop.deepspeed import step_folder
+    from holdfast.checkpoint.interop.megatron import iteration_folder
+
+    found = step_folder(source) or iteration_folder(source)
+    return found is not None or is_dcp(source)
 
 
 def _with_folder_vocabulary(
@@ -205,13 +213,11 @@ def _imported(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
     """By what the folder is."""
-    from holdfast.checkpoint.interop.dcp import is_dcp
-    from holdfast.checkpoint.interop.deepspeed import step_folder
     from holdfast.checkpoint.interop.hf_trainer import OPTIMIZER_FILE, is_hf_trainer
     from holdfast.checkpoint.interop.huggingface import import_huggingface
 
     is_trainer = is_hf_trainer(source) and (source / OPTIMIZER_FILE).is_file()
-    is_foreign = step_folder(source) is not None or is_dcp(source)
+    is_foreign = _is_foreign(source)
     if is_foreign or (is_trainer and not weights_only):
         return _import_foreign(store, source, config, weights_only, identity)
     if weights_only and not is_trainer:
@@ -266,12 +272,15 @@ def _import_foreign(
     from holdfast.checkpoint.interop.dcp import is_dcp
     from holdfast.checkpoint.interop.deepspeed import read_deepspeed, step_folder
     from holdfast.checkpoint.interop.hf_trainer import read_hf_trainer
+    from holdfast.checkpoint.interop.megatron import iteration_folder, read_megatron
     from holdfast.checkpoint.interop.torchtitan import group_names, read_dcp
     from holdfast.core.lr_schedule import learning_rate
     from holdfast.launch.run.branch_config import batch_schedule
 
     train = config.train
-    if is_dcp(source):
+    if iteration_folder(source) is not None:
+        found = read_megatron(source, config.model, weights_only=weights_only)
+    elif is_dcp(source):
         found = read_dcp(source, config.model, train.optimizer, weights_only=weights_only)
     else:
         read = read_deepspeed if step_folder(source) is not None else read_hf_trainer

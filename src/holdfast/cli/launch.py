@@ -36,6 +36,7 @@ from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.start.begin import Start, begin_run
 from holdfast.launch.start.facts import Facts
 from holdfast.launch.start.machine import checked_layouts
+from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.plan.placing.layouts import max_workers
 from holdfast.show.output import print_json, say
 from holdfast.wire.secret import given_secret_file, open_secret
@@ -83,6 +84,7 @@ def launch(
     given += [f"launch.on={on}"] if on else []
     given += [] if nodes is None else [f"launch.nodes={nodes}"]
     loaded = for_all_nodes(load_config(run_file, given))
+    refuse_other_regions(loaded)  # before the run store is asked for a job at work
     folder = run_folder_of(loaded.config)
     owner = open_owner(loaded.config.launch.on)
     if dry_run:

@@ -41,6 +41,8 @@ OF_OTHERS = (
         "--mail-type",
         "--add-kernel-support",
         *("--enable-lora", "--generation-config", "--logprobs-mode"),  # vLLM
+        *("--ckpt-format", "--dist-ckpt-optim-fully-reshardable"),  # Megatron
+        "--debug.save_config_file",  # torchtitan
     ),
     "--overlap",
 )

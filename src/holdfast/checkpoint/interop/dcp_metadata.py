@@ -113,6 +113,8 @@ def _ignore(*_: Any) -> None:
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 # where torch 2.2 had two of them
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
@@ -129,6 +131,10 @@ METADATA_ALLOWLIST: dict[tuple[str, str], Any] = {
     (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _ignore,
     ("builtins", "getattr"): _ignore,  # how some releases of Python write a member of an enum
     (_FILESYSTEM, "_StorageInfo"): IgnoredObject,
+    # plans of each rank, which Megatron keeps there
+    **{(_PLANNER, name): IgnoredObject for name in ("SavePlan", "WriteItem", "TensorWriteData")},
+    **{(_MEGATRON, name): IgnoredObject for name in ("MCoreSavePlan", "MCoreMetadata")},
+    (_PLANNER, "WriteItemType"): _ignore,
     ("torch", "Size"): _sizes,
     ("torch.serialization", "_get_layout"): _ignore,
     ("torch", "strided"): None,

@@ -1,7 +1,7 @@
 """Rows of stored tensors as tensors of their own: fused matrices taken apart without a copy.
 
-torchtitan's `wqkv` is a list of groups, one for each key and value head. A group has the rows of
-its query heads, then of the key, then of the value.
+torchtitan's `wqkv` and Megatron's `linear_qkv` are lists of groups, one for each key and value
+head. A group has the rows of its query heads, then of the key, then of the value.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from holdfast.checkpoint.interop.dcp import READ_BLOCK_BYTES, DcpFolder, cast_bits
 from holdfast.checkpoint.interop.dcp_import import FlatTensor
@@ -30,19 +32,29 @@ class RowView:
 class ViewedFolder:
     """A flat state: the tensors of a DCP folder, some of them taken apart into views.
 
-    views: by the name of the new tensor. A stored tensor that a view reads is not listed."""
+    views: by the name of the new tensor. A stored tensor that a view reads is not listed. numbers:
+    further tensors of one number."""
 
-    def __init__(self, folder: DcpFolder, views: Mapping[str, RowView]) -> None:
+    def __init__(
+        self,
+        folder: DcpFolder,
+        views: Mapping[str, RowView],
+        numbers: Mapping[str, float] | None = None,
+    ) -> None:
+        self._numbers = numbers or {}
         stored = {box.name for view in views.values() for box in view.boxes}
         self._folder, self._views = folder, views
         self.non_tensors: Sequence[str] = folder.non_tensors
         self.tensors: dict[str, FlatTensor] = {
             name: tensor for name, tensor in folder.tensors.items() if name not in stored
         }
-        self.tensors |= views
+        self.tensors |= dict(views) | {name: RowView("F64", (), ()) for name in self._numbers}
 
     def iterate_rows(self, name: str, dtype: str, unit: int = 1) -> Iterator[Any]:
         """As `DcpFolder.iterate_rows`. Each box of a view has a multiple of `unit` rows."""
+        if name in self._numbers:
+            yield cast_bits(np.array(self._numbers[name], "<f8").view("<u8"), "F64", dtype)
+            return
         if name not in self._views:
             yield from self._folder.iterate_rows(name, dtype, unit)
             return

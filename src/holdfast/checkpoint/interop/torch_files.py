@@ -38,14 +38,25 @@ class StandIn:
         pass
 
 
-def load_tensors(path: Path, stand_ins: Sequence[str] = ()) -> Any:
+class Fields:
+    """In place of a namespace: its attributes, in `values`."""
+
+    values: Mapping[str, Any]
+
+    def __setstate__(self, state: Any) -> None:
+        self.values = state if isinstance(state, dict) else {}
+
+
+def load_tensors(path: Path, stand_ins: Sequence[str] = (), namespaces: Sequence[str] = ()) -> Any:
     """Return what a file of `torch.save` holds, mapped from the disk.
 
-    stand_ins: full names of classes whose objects are of no use here. Raises CheckpointError for a
+    stand_ins: full names of classes whose objects are of no use here. namespaces: of classes whose
+    attributes are. Raises CheckpointError for a
     file that holds anything else than tensors and plain values."""
     import torch
 
     names: list[Any] = [(StandIn, name) for name in stand_ins]
+    names += [(Fields, name) for name in namespaces]
     try:
         with torch.serialization.safe_globals(names):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -41,10 +41,12 @@ FIXTURES = Path(__file__).parent / "fixtures"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "trainer": {"kind": "cosine", "warmup_steps": 4, "final_ratio": 0.0, "counts_from": 0},
     "deepspeed": {"kind": "constant", "warmup_steps": 0},
+    "megatron": {"kind": "cosine", "warmup_steps": 4, "counts_from": 0},
     # torchtitan keeps the peak for one step after the warm-up, and decays over all that are left
     "torchtitan": {"kind": "wsd", "warmup_steps": 4, "steps": theirs.STEPS + 1, "decay_steps": 26},
 }
-DECAYS = {"trainer": theirs.DECAY, "torchtitan": theirs.DECAY}
+DECAYS = dict.fromkeys(("trainer", "torchtitan", "megatron"), theirs.DECAY)
+RATES = dict.fromkeys(("torchtitan", "megatron"), theirs.TITAN_RATE)
 EVERY = {"match": "*", "weight_decay": theirs.DECAY}
 
 
@@ -56,6 +58,8 @@ def run_of(name: str) -> RunConfig:
     """The run file that continues a fixture; the state of DeepSpeed is in float32."""
     kind = name if name in SCHEDULES else "deepspeed"
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **theirs.SHAPE}
+    if kind == "megatron":
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
     model = from_their_config(shape, where="fixture")
     return RunConfig.model_validate(
         {
@@ -68,11 +72,11 @@ def run_of(name: str) -> RunConfig:
                 "precision": "float64" if kind == "trainer" else "fp32",
                 "schedule": SCHEDULES[kind],
                 "optimizer": {
-                    "learning_rate": theirs.TITAN_RATE if kind == "torchtitan" else theirs.RATE,
+                    "learning_rate": RATES.get(kind, theirs.RATE),
                     "betas": list(theirs.BETAS),
                     "weight_decay": DECAYS.get(kind, 0.0),
                     "groups": [EVERY] if kind == "torchtitan" else [],
-                    "clip_norm": 1.0,
+                    "clip_norm": 0.0 if kind == "megatron" else 1.0,
                 },
             },
         }
