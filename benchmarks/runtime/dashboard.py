@@ -2,7 +2,7 @@
 
     python -m benchmarks.runtime.dashboard [--nodes 1000] [--events 1000000] [--rounds 30]
 
-The journal is made. In each step every rank writes its line of the data ledger, and rank 0 the step.
+The journal is made. In each step every rank writes its line of the data ledger, rank 0 the step.
 Two nodes are lost on the way. A refresh is what follows one more step. The page's process reads
 what was appended and writes the changes as JSON, and Chromium draws them. The floor of the server's
 part reads the sizes of all segments and parses the new lines, and nothing else.

@@ -122,7 +122,7 @@ class LayoutConfig(DegreesConfig):
     writes it; 0: none"""
     trace_every: int = Field(0, ge=0)
     """steps between two of which each worker records what it does when, for `holdfast trace
-    timeline RUN`; 0: none"""
+    timeline RUN --to FILE`; 0: none"""
     bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
 
     @property
