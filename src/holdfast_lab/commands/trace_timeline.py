@@ -20,7 +20,9 @@ To = Annotated[Path, typer.Option(help="file to write, for Perfetto, speedscope 
 
 
 def timeline(run: RunArgument, to: To, json: Json = False) -> None:
-    """Write the traced steps of all ranks, and the journal, on one clock.
+    """Write the steps of all ranks on one clock.
+
+    The file has their traced steps and the journal, for a viewer of traces.
 
     A run traces the steps of layout.trace_step and layout.trace_every. The clocks of nodes are
     aligned by votes, which end everywhere at once. A rank whose clock cannot be aligned is left
