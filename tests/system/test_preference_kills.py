@@ -147,6 +147,8 @@ class Attacked:
             self.counts[role] += 1
             self.start()
             return
+        if role == "fork server" and not self.processes(role):
+            role = "worker"  # a new fork server starts when one is needed: for a worker, say
         wait_until(
             lambda: self.is_over() or self.processes(role),
             DEADLINE,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Json, named_argument
+from holdfast.cli.options import Json, Overrides, named_argument, refuse_beside
+from holdfast.cli.table import all_commands
 from holdfast.doctor.checks import run_checks, run_version_checks
+from holdfast.errors import UserError
 from holdfast.show.output import print_json, print_table, say
 
 app = make_app("Check that this machine can train, or look at a run.")
@@ -21,6 +24,13 @@ def doctor(
     run: Annotated[
         str | None, typer.Argument(help="run folder or bucket, or its run file; none: this machine")
     ] = None,
+    overrides: Overrides = None,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="of a run file: disturb a small copy of its run")
+    ] = False,
+    key: Annotated[
+        Path | None, typer.Option(help="with --ready: private key (PEM) that signs the result")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Look at this machine: cores, memory, disk, Python, torch, the loopback network, the clock.
@@ -29,6 +39,10 @@ def doctor(
     checkpoint, the nodes and the links between them. It tries what the run store can do and how
     fast, and whether memory and disk suffice. Nothing of the run changes; a probe is removed.
 
+    With --ready, train a small copy of a run file's run. A worker is killed, the copy is stopped
+    and resumed, its samples and checkpoints are checked, and an alert is posted to observe.webhook.
+    The checklist is recorded, and signed with --key. key=value may follow the run file.
+
     Exit code 1 when something would fail; each such line names a remedy.
 
     \b
@@ -36,7 +50,11 @@ def doctor(
       holdfast doctor
       holdfast doctor runs/quickstart
       holdfast doctor run.yaml --json
+      holdfast doctor run.yaml --ready --key key.pem
     """
+    if ready:
+        return _check_ready(run, overrides, key, json=json)
+    refuse_beside("no --ready", {"--key": key, "key=value": overrides})
     if run is None:
         checks = [*run_checks(), *run_version_checks()]
         if json:
@@ -67,3 +85,24 @@ def doctor(
         print(place)
         print_table([(each.mark, each.name, each.sentence) for each in found.checks])
     return 1 if found.will_fail else 0
+
+
+def _check_ready(
+    run: str | None, overrides: list[str] | None, key: Path | None, *, json: bool
+) -> int:
+    """Have the platform check a run file. Raises UserError."""
+    if run is None or not Path(run).is_file():
+        raise UserError(
+            "--ready checks a run file, and none is named",
+            where="command line",
+            remedy="write: holdfast doctor RUN_FILE --ready",
+        )
+    canary = all_commands().get("canary")
+    if canary is None:
+        raise UserError(
+            "--ready is a part of holdfast_platform, which is not installed here",
+            where="--ready",
+            remedy="install all of Holdfast",
+        )
+    checked: int = import_module(canary.module).check_ready(Path(run), overrides, key, json=json)
+    return checked

@@ -148,6 +148,12 @@ class SpendMeter:
         """Return what the run has used up to `now`, or up to the newest record if that is later."""
         return self._closed_sum + total(self._open(now))
 
+    def price_of(self, node: str) -> NodePrice | None:
+        """Return the newest price of a node; None if the journal never had it."""
+        if node in self._present:
+            return self._present[node][0]
+        return next((stay.price for stay in reversed(self._closed) if stay.node == node), None)
+
     @property
     def rate(self) -> Spent:
         """What an hour costs with the nodes that are there."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -21,6 +21,8 @@ from holdfast_platform.observe.focus import COSTS, read_bill
 from holdfast_platform.observe.reconcile import REMAINDER
 from holdfast_platform.observe.reconcile import reconcile as take_apart
 from holdfast_platform.observe.runs import RunsRegistry, default_registry
+
+N = TypeVar("N", Decimal, Fraction)
 
 app = make_app("Show what runs cost, and compare that with a bill.")
 
@@ -78,8 +80,10 @@ def show(
         (
             key or f"(no {by})",
             f"{float(cost.hours):,.2f}",
-            *(f"{cells[key, kind]:,.2f}" for kind in KINDS),
-            f"{sum((cells[key, kind] for kind in KINDS), Decimal(0)):,.2f}",
+            *(
+                "-" if amount is None else f"{amount:,.2f}"
+                for amount in _amounts([cells[key, kind] for kind in KINDS], cost)
+            ),
         )
         for key, cost in costs.items()
     ]
@@ -90,9 +94,19 @@ def show(
 
 
 def _as_json(name: str, key: str, cost: Cost) -> dict[str, Any]:
-    dollars = {kind: float(value) for kind, value in cost.dollars.items()}
+    amounts = _amounts(list(cost.dollars.values()), cost)
+    *dollars, total = (None if amount is None else float(amount) for amount in amounts)
     hours = {"node_hours": float(cost.hours), "unpriced_hours": float(cost.unpriced_hours)}
-    return {name: key, **hours, "usd": dollars, "total_usd": float(cost.total)}
+    return {name: key, **hours, "usd": dict(zip(KINDS, dollars, strict=True)), "total_usd": total}
+
+
+def _amounts(by_kind: Sequence[N], cost: Cost) -> list[N | None]:
+    """Return the amounts by kind, and their sum; each is None if no hour has a price."""
+    if cost.hours and cost.hours == cost.unpriced_hours:
+        return [None] * (len(by_kind) + 1)
+    amounts: list[N | None] = list(by_kind)
+    amounts.append(sum(by_kind[1:], by_kind[0]))
+    return amounts
 
 
 @app.command()

@@ -115,6 +115,8 @@ def list_runs(
     if json:
         print_json([asdict(entry) for entry in rows])
         return
+    if not rows:
+        say("no run is listed: add a folder with holdfast runs add, or give other filters")
     print_table(
         [
             (

@@ -17,6 +17,7 @@ COMMANDS = commands_of(
     pipeline="run stages from data to an exported model, each once for its inputs",
     runs="find runs by their tags, see what they cost, and raise a budget",
     cost="show what runs cost, and compare that with a bill",
+    canary="check on a schedule whether a run file is ready for production",
     postmortem="draft a post-mortem from a run's journal",
     registry="keep versions of a model, and promote the better ones",
     serve="answer requests of the OpenAI protocol with one or two models",

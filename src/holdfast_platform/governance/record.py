@@ -25,7 +25,7 @@ from holdfast.errors import RunFolderError
 from holdfast_platform.registry.registry import sha256_of
 
 FOLDER, FILE, SIGNATURE = "record", "record.jsonl", "record.sig"
-KINDS = ("data", "training", "evaluation", "approval", "export", "attestation")
+KINDS = ("data", "training", "evaluation", "approval", "export", "attestation", "readiness")
 BEGIN = "0" * 64
 """`previous` of the first line."""
 

@@ -109,13 +109,13 @@ class SpendingWatch:
         present = self.present()
         if present is None:
             return
-        known = {} if self._written is None else self._written.nodes
+        # A new coordinator knows nodes of the old one, and has not heard their prices yet.
+        prices = {
+            name: price or self._meter.price_of(name) or NodePrice()
+            for name, price in sorted(present.items())
+        }
         event = NodesPresent(
-            {
-                name: known.get(name, {}) if price is None else price.to_json()
-                for name, price in sorted(present.items())
-            },
-            step=self.newest_step(),
+            {name: price.to_json() for name, price in prices.items()}, step=self.newest_step()
         )
         if is_new_generation or self._written is None or event.nodes != self._written.nodes:
             self._written = event

@@ -60,6 +60,10 @@ def explain_ends(story: GenerationStory, logs: LogReader) -> Iterator[Finding]:
     """Yield why the generation ended, if something broke."""
     reason, cause = _said_at_end(story)
     ended = list(_ended_workers(story))
+    if story.end is None or reason in _OTHER_REASONS:
+        # Which of several workers stopped for a reason of its own is not decided yet, or it is
+        # none of these.
+        ended = [one for one in ended if one.noticed_by]
     gone = {e.rank for e in ended if e.noticed_by == "heartbeat"}
     noticed = [node for node in dict.fromkeys(story.nodes) if node in story.notices]
     if reason == "notice" or any(story.node_of(rank) in noticed for rank in gone):
