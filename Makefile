@@ -17,6 +17,7 @@
 # make docs-site    the documentation as a site in build/site, with strict links
 # make image BASE=...   the image of deploy/, started once (docs/guide/deploy.md)
 # make pictures     the pictures of README.md, from a run in which a worker is killed
+# make observe    a real Prometheus and Alertmanager watch a run of four nodes with faults
 # make chain        pretrain, fine-tune, prefer, reinforce and distil on a tiny world (docs/studies/chain.md)
 # make corrupt-checkpoints  faults of checkpoints: cut short, corrupt, killed at every point
 
@@ -41,7 +42,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest flaky test-torch test-fp8 test-verl campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos chain corrupt-checkpoints docs docs-site wheel image pictures clean
+.PHONY: install install-dev quickstart test lint pytest flaky test-torch test-fp8 test-verl campaign campaign-bucket campaign-ceph gpu gpus exhaustive chaos chain observe corrupt-checkpoints docs docs-site wheel image pictures clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -114,6 +115,11 @@ exhaustive: $(VENV)/.installed-dev
 chaos: $(VENV)/.installed
 	$(BIN)/holdfast chaos --faults 1100 --shard $(SHARD) --out $(CHAOS) \
 	  --layout replicated,two,dp_shard,tp,tp-by,cp,ep,ep-cp,pp,interleaved,zbv,zero,mixed,wide,uneven
+
+# It needs the programs of Debian's packages prometheus and prometheus-alertmanager.
+observe: $(VENV)/.installed-dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -rs -s tests/platform/observe tests/system/test_alerts.py \
+	  tests/system/test_webhook.py
 
 chain: $(VENV)/.installed
 	$(ONE_THREAD) $(BIN)/python examples/tinyworld/run.py

@@ -23,7 +23,7 @@ from urllib.request import urlopen
 from holdfast.config.run import RunConfig
 from holdfast.report.alerts.catalogue import SEVERITIES
 from holdfast_platform.observe.folder import observe_files, write_files
-from tests.support.commands import start
+from tests.support.commands import end_with_starter, start
 from tests.support.listener import free_ports
 from tests.support.ranks import wait_until
 
@@ -140,7 +140,9 @@ def monitoring(config: RunConfig, run_folder: Path, folder: Path) -> Iterator[Mo
         def serve(name: str, *command: str) -> None:
             logs.append(folder / f"{name}.log")
             file = stack.enter_context(logs[-1].open("wb"))
-            process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=file, stderr=file, preexec_fn=end_with_starter
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
 

@@ -187,7 +187,12 @@ def test_what_may_change_in_place_is_no_part_of_the_identity_and_all_else_is() -
     changed = {key for key in KEYS if change_of(key) is not Change.IN_PLACE}
     assert decisive <= changed
     missing = changed - decisive - set(DATASET_KEYS) - set(LATER_KEYS)
-    parts = ("model.", "rollout.rewards.*.", "rollout.prompts.*.")  # of later keys that are lists
+    parts = (
+        "data.stages.",
+        "model.",
+        "rollout.rewards.*.",
+        "rollout.prompts.*.",
+    )  # of later keys that are lists
     assert {key for key in missing if not key.startswith(parts)} == {"data.sources.*.rows"}
     assert SCHEDULE_STEPS in decisive
 

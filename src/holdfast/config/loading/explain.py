@@ -259,6 +259,8 @@ def find_example(path: tuple[str | int, ...]) -> str:
         for name in ("ge", "le"):
             if getattr(rule, name, None) is not None:
                 return str(getattr(rule, name))
+    if get_origin(info.annotation) is Literal:
+        return format_value(get_args(info.annotation)[0])
     return ""
 
 

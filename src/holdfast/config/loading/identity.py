@@ -28,6 +28,7 @@ DATASET_KEYS = (
     "data.chat.template_file",
     "data.chat.template_name",
     "data.deduplicate",
+    "data.stages",
     "model.vocab_size",
     "model.weights",
 )
@@ -117,8 +118,8 @@ SHARED_KEYS = (
     "cluster.loss_jumps",
     "cluster.recovery",
 )
-# Of those, free for each node: the first is planned, the second only writes a file.
-NODE_KEYS = ("layout.workers", "layout.trace_step")
+# Of those, free for each node: the first is planned, the rest only writes a file.
+NODE_KEYS = ("layout.workers", "layout.trace_step", "layout.trace_every")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in everything.items()
         if key not in DATASET_KEYS
+        and not key.startswith("data.stages.")
         and change_of(key) is not Change.IN_PLACE
         and not (_is_later(key) and value == _later_default(key))
     }

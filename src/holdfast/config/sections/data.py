@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from holdfast.config.sections.base import Branch, InPlace, Section
+from holdfast.config.sections.stages import JOINS, StageConfig
 
 CHAT_KINDS = ("jsonl", "parquet", "huggingface")
 PREFERENCE_ROWS = ("preference", "unpaired_preference")
@@ -120,6 +121,9 @@ class DataConfig(Section):
     deduplicate: bool | Literal["within_source"] = True
     """true: a document that repeats an earlier one of any source is left out; within_source: of its
     own source; false: no document"""
+    stages: tuple[StageConfig, ...] = ()
+    """what is left out of the sources, and changed in them, in this order
+    (docs/guide/data-stages.md)"""
     max_document_bytes: int = Field(16 * 2**20, ge=1)
     """a longer file or line is an error that names it"""
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
@@ -135,6 +139,7 @@ class DataConfig(Section):
         return any(source.rows in PREFERENCE_ROWS for source in self.sources)
 
     def broken_rules(self) -> Iterator[str]:
+        yield from self._broken_stages()
         if not self.has_chat:
             return
         if self.attention != "document":
@@ -152,3 +157,18 @@ class DataConfig(Section):
             yield "chat.weights true has no meaning for rows of preferences: leave it out"
         if self.tokenizer.path is None:
             yield "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"
+
+    def _broken_stages(self) -> Iterator[str]:
+        names = [source.name or source.kind for source in self.sources]
+        for index, stage in enumerate(self.stages):
+            if unknown := sorted(set(stage.sources) - set(names)):
+                yield (
+                    f"stages.{index}.sources has {unknown[0]}, no source: use [{', '.join(names)}]"
+                )
+            if stage.kind in JOINS and index + 1 < len(self.stages):
+                yield (
+                    f"stages.{index} is {stage.kind}, which compares what is left: remove it, or "
+                    "write it last"
+                )
+        if self.stages and self.has_chat:
+            yield "stages judges texts, and chat data has none: remove it"

@@ -18,8 +18,9 @@ from holdfast.data.read.files import write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
 from holdfast.data.stages.chat_gate import ShownDocument, check_masks, titles
 from holdfast.data.stages.chat_tokens import ChatCounts
-from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_notes, read_tokens
-from holdfast.data.stream.dataset import FORMAT, FORMAT_OF_WEIGHTS
+from holdfast.data.stages.scan_tasks import read_notes
+from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_tokens
+from holdfast.data.stream.dataset import FORMAT, FORMAT_OF_PREFERENCES, FORMAT_OF_WEIGHTS
 from holdfast.errors import DataError
 
 PathOf = Callable[[str, Unit], Path]  # (stage, unit) -> its result
@@ -43,7 +44,7 @@ class ChatPreparation:
 
     def __init__(self, config: DataConfig):
         self.format = read_chat_format(config)
-        self.has_preferences = config.has_preferences
+        self.has_preferences, self.has_stages = config.has_preferences, bool(config.stages)
         self.stop: dict[str, int] = {}
         if self.format is not None:
             compile_templates(self.format, config.chat.template_kwargs)
@@ -52,11 +53,11 @@ class ChatPreparation:
 
     @property
     def dataset_format(self) -> int:
-        """A dataset of texts alone, or without weights, can be read by older programs."""
+        """A dataset of texts without stages, or without weights, can be read by older programs."""
         if self.format is None:
-            return 1
+            return FORMAT if self.has_stages else 1
         if self.has_preferences:
-            return FORMAT
+            return FORMAT_OF_PREFERENCES
         return FORMAT_OF_WEIGHTS if self.format.weights else FORMAT_OF_WEIGHTS - 1
 
     def notes(self, plan: SourcePlan, path_of: PathOf) -> Iterator[str]:

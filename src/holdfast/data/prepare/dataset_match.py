@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from xxhash import xxh3_128
 
 from holdfast.config.sections.data import DataConfig, SourceConfig
 from holdfast.core.data.special_tokens import KNOWN_ENDS
+from holdfast.data.prepare.stage_recipes import stage_recipes, without_code
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
-from holdfast.data.stages.unit_tasks import hash_document
+from holdfast.data.stages.scan_tasks import hash_document
 from holdfast.data.stream.dataset import MANIFEST, Dataset
 from holdfast.errors import DataError
 
@@ -63,6 +65,8 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         settings["deduplicate"] = config.deduplicate
     if (chat := read_chat_format(config)) is not None:
         settings["chat"] = chat_settings(chat)
+    if config.stages:
+        settings["stages"] = stage_recipes(config)
     return settings
 
 
@@ -107,6 +111,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
                 where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
+    _check_stages_match(dataset, wanted)
     # Raises DataError if a source lies elsewhere and holds something else.
     for index, source in enumerate(config.sources):
         path, place = dataset.source_paths[index], dataset.source_places[index]
@@ -120,6 +125,37 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
                 where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
+
+
+def _check_stages_match(dataset: Dataset, wanted: dict[str, Any]) -> None:
+    """Raises DataError for another list of stages; names the first one that differs."""
+    made = without_code(dataset.manifest["settings"].get("stages", []))
+    now = without_code(wanted.get("stages", []))
+    for index, (before, after) in enumerate(zip_longest(made, now)):
+        if before == after:
+            continue
+        if before is None or after is None:
+            found = "no such stage" if before is None else json.dumps(before)
+            asked = "none" if after is None else json.dumps(after)
+        else:  # the keys that differ say enough of a long entry
+            keys = [k for k in {**before, **after} if before.get(k) != after.get(k)]
+            found, asked = (json.dumps({k: r.get(k) for k in keys}) for r in (before, after))
+        raise DataError(
+            f"the dataset there was prepared with another data.stages[{index}] "
+            f"({found}, not {asked})",
+            where=dataset.place,
+            remedy="name another data.folder, or remove this one",
+        )
+
+
+def changed_code(dataset: Dataset, wanted: dict[str, Any]) -> list[str]:
+    """Return the stages whose code is no longer that of the preparation."""
+    made = dataset.manifest["settings"].get("stages", [])
+    return [
+        f"data.stages[{index}] ({after['kind']})"
+        for index, (before, after) in enumerate(zip(made, wanted.get("stages", []), strict=True))
+        if before != after
+    ]
 
 
 def _without_paths(value: Any) -> str:

@@ -32,12 +32,14 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.order.baselines import MAX_TOKENS, baselines
 from holdfast.data.prepare.chat_preparation import ChatPreparation, SourceSize
 from holdfast.data.prepare.dataset_match import (
+    changed_code,
     changed_sources,
     check_settings_match,
     content_settings,
     source_places,
 )
 from holdfast.data.prepare.remote_prepare import upload_dataset
+from holdfast.data.prepare.stage_recipes import StagePreparation
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import RowDocuments
 from holdfast.data.read.files import canonical_json, checksum, explain_os_errors, write_atomic
@@ -52,9 +54,11 @@ from holdfast.data.stages.dedup_split import (
     describe_count,
     tokenizer_sample,
 )
+from holdfast.data.stages.scan_tasks import read_refused, read_scan
 from holdfast.data.stages.task_pool import Pool, Task, TaskPool
 from holdfast.data.stages.text_pieces import cut_text
-from holdfast.data.stages.unit_tasks import SPLITS, read_ends, read_refused, read_result, read_scan
+from holdfast.data.stages.unit_files import read_result
+from holdfast.data.stages.unit_tasks import SPLITS, read_ends
 from holdfast.data.stream.dataset import (
     MANIFEST,
     SOURCES,
@@ -143,6 +147,11 @@ def _prepare_remote(
 def _check_match(dataset: Dataset, wanted: dict[str, Any], config: DataConfig, say: Say) -> None:
     """Raises DataError for a dataset that is not the run file's."""
     check_settings_match(dataset, wanted, config)
+    if changed := changed_code(dataset, wanted):
+        say(
+            f"{dataset.place} stays as it was prepared, though the code of {', '.join(changed)} "
+            "has changed: name another data.folder to apply the new code"
+        )
     if changed := changed_sources(config, dataset):
         say(
             f"{dataset.place} stays as it was prepared, though its sources have changed "
@@ -201,6 +210,7 @@ class _Preparation:
 
     def run(self) -> None:
         self.chat = ChatPreparation(self.config)
+        self.stages = StagePreparation(self.config, self._path)
         if self.config.tokenizer.place is not None:
             path = vocabulary.tokenizer_file(self.config.tokenizer.place)
             for line in check_tokenizer_files(path, vocabulary.load_tokenizer(path)):
@@ -223,11 +233,18 @@ class _Preparation:
             (self.folder / WORK_FOLDER / stage).mkdir(exist_ok=True)
         write_atomic(path, [canonical_json(plan)])
         with self.make_pool(self._processes()) as pool:
-            raw, rows = self._scan(pool)
+            raw, found = self._scan(pool)
+            rows = self.stages.read(self.units, found)
             names = [plan.name for plan in self.plans]
             sources = [unit.source for unit in self.units]
             choice = choose_documents(
-                rows, sources, names, self.config.validation_fraction, self.config.deduplicate
+                rows,
+                sources,
+                names,
+                self.config.validation_fraction,
+                self.config.deduplicate,
+                self.stages.removed(),
+                self.stages.leave_out if self.stages else None,
             )
             self._say_counts(choice)
             known = self._tokenizer(rows, choice)
@@ -235,7 +252,7 @@ class _Preparation:
         tokenizer = self.folder / WORK_FOLDER / "tokenizer.json"
         for line in self.chat.check(self.plans, self._path, tokenizer):
             self.say(line)
-        self._join(rows, choice, known)
+        self._join(found, rows, choice, known)
 
     def _path(self, stage: str, unit: Unit) -> Path:
         return self.folder / WORK_FOLDER / stage / f"{unit.index:08d}"
@@ -277,6 +294,7 @@ class _Preparation:
                 "do": "scan",
                 "unit": unit.to_json(),
                 "limit": limit,
+                "stages": self.stages.of_source(unit.name),
                 "out": str(self._path("scan", unit)),
             },
         )
@@ -298,6 +316,8 @@ class _Preparation:
     def _say_counts(self, choice: DocumentChoice) -> None:
         for plan, count in zip(self.plans, choice.counts, strict=True):
             self.say(f"{plan.name}: {describe_count(count, self.config.deduplicate)}")
+            for line in self.stages.describe(plan):
+                self.say(line)
             if plan.unread:
                 self.say(f"{plan.name}: {plan.unread}")
             for line in self.chat.notes(plan, self._path):
@@ -334,7 +354,8 @@ class _Preparation:
         for unit, mask in zip(self.units, masks, strict=True):
             if mask.any():
                 texts = read_unit(unit, limit, xxh3_128())
-                chosen = (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
+                edit = self.stages.editor(unit.name)
+                chosen = (edit(t) for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
                 if unit.is_chat:
                     chosen = (
                         document.text
@@ -355,6 +376,7 @@ class _Preparation:
                 "do": "tokenise",
                 "unit": unit.to_json(),
                 "raw": raw[unit.index],
+                "stages": self.stages.of_source(unit.name),
                 "limit": self.config.max_document_bytes,
                 "lots": str(lots),
                 "tokenizer": str(self.folder / WORK_FOLDER / "tokenizer.json"),
@@ -373,8 +395,13 @@ class _Preparation:
             )
 
     def _join(
-        self, rows: list[DocumentRows], choice: DocumentChoice, known: vocabulary.Vocabulary
+        self,
+        found: list[DocumentRows],
+        rows: list[DocumentRows],
+        choice: DocumentChoice,
+        known: vocabulary.Vocabulary,
     ) -> None:
+        """found, rows: of the documents as the sources have them, and as the stages leave them."""
         self.say("writing shards")
         shutil.rmtree(self.folder / "shards", ignore_errors=True)  # of a join that was cut short
         (self.folder / "shards").mkdir()
@@ -415,7 +442,7 @@ class _Preparation:
         content = {
             "format": self.chat.dataset_format,
             "settings": self.wanted,
-            "sources": _source_lineage(self.plans, self.wanted["sources"], rows, choice),
+            "sources": _source_lineage(self.plans, self.wanted["sources"], found, choice),
             "tokenizer": {
                 "vocab_size": known.size,
                 "end": known.end_id,
@@ -430,6 +457,7 @@ class _Preparation:
             if self.chat.format is not None
             else _baselines(self.folder, shards, splits, known),
         } | self.chat.store_template(self.folder)
+        content |= self.stages.write_removed(self.folder, self.plans, found, choice)
         manifest = with_version(content)
         write_atomic(self.folder / MANIFEST, [canonical_json(manifest)], sync=True)
         total = splits["train"]["tokens"]

@@ -7,7 +7,7 @@ partitions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,9 @@ PARTITION_DOCUMENTS = 1 << 22
 # [documents, 3]: hash high, hash low, bytes (0: an empty document)
 DocumentRows = NDArray[np.uint64]
 
+LeaveOut = Callable[[Sequence[NDArray[np.bool_]], Sequence[int]], list[NDArray[np.bool_]]]
+"""(documents that stay, source) per unit -> which of them do not stay after all."""
+
 Scope = bool | Literal["within_source"]
 """`data.deduplicate`: True compares the documents of all sources."""
 
@@ -35,10 +38,12 @@ class SourceCount:
     empty: int
     duplicates: int
     own_duplicates: int = 0
+    removed: int | None = None  # by stages; None without stages
 
     def to_json(self) -> dict[str, int]:
         """Return what the manifest keeps."""
-        return {"documents": self.documents, "empty": self.empty, "duplicates": self.duplicates}
+        found = {"documents": self.documents, "empty": self.empty, "duplicates": self.duplicates}
+        return found if self.removed is None else {**found, "removed": self.removed}
 
     def causes(self) -> list[str]:
         """Return what was left out, each with its cause."""
@@ -47,6 +52,7 @@ class SourceCount:
             f"{number:,} {cause}"
             for number, cause in (
                 (self.empty, "empty"),
+                (self.removed or 0, "by data.stages"),
                 (self.own_duplicates, "repeat an earlier document"),
                 (across, "repeat a document of an earlier source"),
             )
@@ -56,7 +62,7 @@ class SourceCount:
 
 def describe_count(count: SourceCount, scope: Scope) -> str:
     """Documents of a source that stay, and why the rest does not."""
-    left = count.documents - count.empty - count.duplicates
+    left = count.documents - count.empty - count.duplicates - (count.removed or 0)
     causes = count.causes()
     if not causes:
         return f"{left:,} documents"
@@ -78,13 +84,17 @@ def choose_documents(
     names: Sequence[str],
     validation_fraction: float,
     scope: Scope = True,
+    removed: Sequence[NDArray[np.bool_]] = (),
+    leave_out: LeaveOut | None = None,
 ) -> DocumentChoice:
     """Keep the first of equal documents in `scope`, and split the kept ones by their hash.
 
     A document is validation if its hash, read as a fraction of all hashes, is below
     `validation_fraction`. So it stays in its split when the corpus grows. If a split would be
     empty, the document with the lowest (highest) hash goes there, so that a small corpus has both.
-    `rows` and `sources` are per unit. Raises DataError for a source of which nothing is left.
+    `rows` and `sources` are per unit. removed: per unit the documents that a stage left out, whose
+    rows are empty. leave_out: says which of the kept documents a stage leaves out.
+    Raises DataError for a source of which nothing is left.
     """
     lots = [np.zeros(len(r), dtype=np.uint8) for r in rows]
     if scope is False:
@@ -94,11 +104,16 @@ def choose_documents(
         groups = sources if scope == "within_source" else [0] * len(rows)
         for unit, place in _first_of_equals(rows, groups):
             lots[unit][place] = TRAIN
+    gone = list(removed)
+    if leave_out is not None:
+        for unit, mask in enumerate(leave_out([lot == TRAIN for lot in lots], sources)):
+            lots[unit][mask] = DROP
+            gone[unit] = gone[unit] | mask
     own = _own_duplicates(rows, sources, len(names)) if scope is True else None
     bound = np.uint64(min(int(validation_fraction * 2.0**64), 2**64 - 1))
     for unit, table in enumerate(rows):
         lots[unit][(lots[unit] == TRAIN) & (table[:, 0] < bound)] = VALIDATION
-    counts = [_count(rows, lots, sources, i, own) for i in range(len(names))]
+    counts = [_count(rows, lots, sources, i, own, gone) for i in range(len(names))]
     for i, name in enumerate(names):
         _require_documents(counts[i], name)
         _fill_training(rows, lots, [u for u, s in enumerate(sources) if s == i])
@@ -156,21 +171,27 @@ def _count(
     sources: Sequence[int],
     source: int,
     own: list[int] | None,
+    gone: Sequence[NDArray[np.bool_]],
 ) -> SourceCount:
     mine = [u for u, s in enumerate(sources) if s == source]
     documents = sum(len(rows[u]) for u in mine)
     empty = sum(int((rows[u][:, 2] == 0).sum()) for u in mine)
     kept = sum(int((lots[u] != DROP).sum()) for u in mine)
-    duplicates = documents - empty - kept
-    return SourceCount(documents, empty, duplicates, duplicates if own is None else own[source])
+    removed = sum(int(gone[u].sum()) for u in mine) if gone else None
+    empty -= sum(int((gone[u] & (rows[u][:, 2] == 0)).sum()) for u in mine) if gone else 0
+    duplicates = documents - empty - kept - (removed or 0)
+    own_duplicates = duplicates if own is None else own[source]
+    return SourceCount(documents, empty, duplicates, own_duplicates, removed)
 
 
 def _require_documents(count: SourceCount, name: str) -> None:
-    if count.documents > count.empty + count.duplicates:
+    if count.documents > count.empty + count.duplicates + (count.removed or 0):
         return
     causes = ", ".join(count.causes())
     remedy = "name files that hold text, or for chats their roles in data.chat.train_on"
-    if count.duplicates > count.own_duplicates:
+    if count.removed:
+        remedy = "see data.stages: holdfast data prepare says what each of its rules left out"
+    elif count.duplicates > count.own_duplicates:
         remedy = (
             "set data.deduplicate: within_source to keep what other sources have too, or leave "
             "the source out"

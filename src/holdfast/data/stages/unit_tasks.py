@@ -4,34 +4,33 @@ Each result is one small file: a line of JSON, then bytes whose checksum that li
 written atomically, so an existing result is complete, and a killed preparation continues with the
 units that have none.
 
-    scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]
+    scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]; with
+              stages, the same of the document that they leave, which of the header's reasons left
+              it out (0: none), uint16 [documents], and signatures, uint16 [documents, HASHES]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
               data which tokens carry loss, uint8 [tokens]; of rated rows, and of pairs with
               margins, also values, float32 [documents]
 
-A scan row of length 0 is an empty document.
+A scan row of length 0 is an empty document, or one that a stage leaves out.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain as chain_pieces
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128, xxh3_128_intdigest
+from xxhash import xxh3_128
 
-from holdfast.core.json_parsing import parse_json
-from holdfast.data.read.chat_borders import ChatNotes
-from holdfast.data.read.files import READ_BYTES, write_atomic
+from holdfast.data.filters.chain import Chain, chain_of
+from holdfast.data.read.files import READ_BYTES
 from holdfast.data.read.sources import Unit, read_unit, unit_label
-from holdfast.data.read.text_sources import with_line
 from holdfast.data.stages.chat_tokens import (
     BaselineRows,
     ChatCounts,
@@ -39,19 +38,16 @@ from holdfast.data.stages.chat_tokens import (
     RowTokens,
     encode_rows,
 )
+from holdfast.data.stages.scan_tasks import scan_unit
 from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
-from holdfast.errors import CorruptError, DataError
+from holdfast.data.stages.unit_files import SPOOL_BYTES, mapped, read_result, write_result
+from holdfast.errors import DataError
 
 BATCH_CHARACTERS = 1 << 17  # text handed to the tokenizer at a time
-SPOOL_BYTES = 16 << 20
-"""Tokens of a unit that are held in memory; more of them wait in a temporary file."""
-
-MAX_HEADER_BYTES = 64 << 20
 SPLITS = ("train", "validation")
 DROP, TRAIN, VALIDATION = 0, 1, 2  # a document's lot, uint8
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
-Payload = Callable[[], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
@@ -82,100 +78,6 @@ class UnitTokens:
             )
         )
         return first, rest
-
-
-def write_result(path: Path, header: dict[str, Any], payload: Payload) -> None:
-    """Write a result atomically. `payload` gives its bytes each time it is called."""
-    state, size = xxh3_128(), 0
-    for piece in payload():
-        state.update(piece)
-        size += len(piece)
-    line = json.dumps({**header, "size": size, "xxh3": state.hexdigest()}) + "\n"
-    write_atomic(path, chain([line.encode()], payload()))
-
-
-def read_result(path: Path) -> tuple[dict[str, Any], int]:
-    """Header, and where the payload begins. Raises CorruptError when the bytes are not those that
-    were written."""
-    state, size = xxh3_128(), 0
-    with path.open("rb") as file:
-        line = file.readline(MAX_HEADER_BYTES)
-        while piece := file.read(READ_BYTES):
-            state.update(piece)
-            size += len(piece)
-    try:
-        header = parse_json(line)
-        sound = header["size"] == size and header["xxh3"] == state.hexdigest()
-    except (ValueError, KeyError, TypeError):
-        sound = False
-    if not sound:
-        raise CorruptError(f"{path} is not what was written")
-    return header, len(line)
-
-
-def _mapped(path: Path, dtype: str, at: int, count: int) -> NDArray[Any]:
-    """Numbers of a file, mapped: they may be more than memory."""
-    if not count:
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,))
-
-
-def scan_unit(unit: Unit, limit: int, out: Path) -> None:
-    """Hash every document of a unit (outer white space does not count) into `out`. If files cannot
-    be read, `out` says so of all of them."""
-    seen, rows = xxh3_128(), array("Q")
-    refused: list[DataError] = []
-    notes = ChatNotes()
-    for text in read_unit(unit, limit, seen, refused, notes):
-        rows.extend(hash_document(text))
-    table = np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
-    header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest()}
-    if notes.seen:
-        header["notes"] = {
-            kind: {name: (count, with_line(where)) for name, (count, where) in names.items()}
-            for kind, names in notes.seen.items()
-        }
-    if refused:
-        header["refused"] = [(e.message, e.where, e.remedy) for e in refused]
-    write_result(out, header, lambda: iter([table.tobytes()]))
-
-
-def hash_document(text: str) -> tuple[int, int, int]:
-    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
-    lead, length = 0, len(text)
-    while lead < length and text[lead].isspace():
-        lead += 1
-    if lead == length:
-        return 0, 0, 0
-    stop = length
-    while text[stop - 1].isspace():
-        stop -= 1
-    body = text.encode()
-    first = len(text[:lead].encode())
-    last = len(body) - len(text[stop:].encode())
-    digest = xxh3_128_intdigest(memoryview(body)[first:last])
-    return digest >> 64, digest & (2**64 - 1), len(body)
-
-
-def read_refused(path: Path) -> list[DataError]:
-    """Files of a unit that could not be read, when it was scanned."""
-    header, _ = read_result(path)
-    return [
-        DataError(message, where=where, remedy=remedy)
-        for message, where, remedy in header.get("refused", ())
-    ]
-
-
-def read_notes(path: Path) -> dict[str, dict[str, tuple[int, str]]]:
-    """What the rows of a unit of chat data say that is not trained on (`ChatNotes.seen`)."""
-    header, _ = read_result(path)
-    return header.get("notes", {})  # type: ignore[no-any-return]
-
-
-def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
-    """(hash of the bytes read, rows [documents, 3], mapped)."""
-    header, at = read_result(path)
-    return header["raw"], _mapped(path, "<u8", at, header["size"] // 8).reshape(-1, 3)
 
 
 @dataclass(frozen=True)
@@ -235,9 +137,15 @@ class _SplitTokens:
 
 
 def tokenise_unit(
-    unit: Unit, settings: TokenizeSettings, lots: NDArray[np.uint8], tokenizer: Encoder, out: Path
+    unit: Unit,
+    settings: TokenizeSettings,
+    lots: NDArray[np.uint8],
+    tokenizer: Encoder,
+    out: Path,
+    chain: Chain | None = None,
 ) -> None:
-    """Tokenise the documents of a unit that `lots` [documents] keeps, split by split.
+    """Tokenise the documents of a unit that `lots` [documents] keeps, split by split, as the stages
+    of `chain` leave them.
 
     Raises DataError when the bytes read are not those of the scan.
     """
@@ -249,7 +157,7 @@ def tokenise_unit(
         remedy="run the same command again",
     )
     try:
-        batches = _batches(read_unit(unit, settings.limit, seen), lots, changed)
+        batches = _batches(read_unit(unit, settings.limit, seen), lots, changed, chain)
         add = _add_chat if unit.is_chat else _add_texts
         ends = add(batches, tokenizer, settings, splits)
         if seen.hexdigest() != settings.raw:
@@ -263,7 +171,9 @@ def tokenise_unit(
             if split.values:
                 header[name]["values"] = True
         write_result(
-            out, header, lambda: chain(*(splits[lot].payload() for lot in (TRAIN, VALIDATION)))
+            out,
+            header,
+            lambda: chain_pieces(*(splits[lot].payload() for lot in (TRAIN, VALIDATION))),
         )
     finally:
         for split in splits.values():
@@ -324,10 +234,10 @@ def read_tokens(path: Path, split: str) -> UnitTokens:
         end = at + 4 * documents + dtype.itemsize * tokens
         last = end + (tokens if is_chat else 0)
         if name == split:
-            lengths = _mapped(path, "<u4", at, documents)
-            ids = _mapped(path, header["dtype"], at + 4 * documents, tokens)
-            mask = _mapped(path, "<u1", end, tokens) if is_chat else None
-            values = _mapped(path, "<f4", last, documents) if has_values else None
+            lengths = mapped(path, "<u4", at, documents)
+            ids = mapped(path, header["dtype"], at + 4 * documents, tokens)
+            mask = mapped(path, "<u1", end, tokens) if is_chat else None
+            values = mapped(path, "<f4", last, documents) if has_values else None
             return UnitTokens(lengths, ids, mask, values)
         at = last + (4 * documents if has_values else 0)
     raise KeyError(split)
@@ -346,7 +256,7 @@ def read_ends(path: Path) -> int:
 
 
 def _batches(
-    texts: Iterator[str], lots: NDArray[np.uint8], changed: DataError
+    texts: Iterator[str], lots: NDArray[np.uint8], changed: DataError, chain: Chain | None
 ) -> Iterator[list[tuple[int, str]]]:
     """(lot, text) of the kept documents, about BATCH_CHARACTERS at a time."""
     batch: list[tuple[int, str]] = []
@@ -356,7 +266,7 @@ def _batches(
             raise changed
         lot = int(lots[place])
         if lot != DROP:
-            batch.append((lot, text))
+            batch.append((lot, text if chain is None else chain.edit(text)))
             held += len(text)
         if held >= BATCH_CHARACTERS:
             yield batch
@@ -387,11 +297,13 @@ def _encoded(
 def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -> None:
     """Do one task as it came, JSON-safe, from the preparing process."""
     unit = Unit.from_json(task["unit"])
+    chain = None if task["stages"] is None else chain_of(task["stages"])
     if task["do"] == "scan":
-        scan_unit(unit, task["limit"], Path(task["out"]))
+        scan_unit(unit, task["limit"], Path(task["out"]), chain)
         return
     lots = np.frombuffer(Path(task["lots"]).read_bytes(), dtype=np.uint8)
     settings = TokenizeSettings(
         task["limit"], task["end"], task["dtype"], task["raw"], task["begin"], tuple(task["stop"])
     )
-    tokenise_unit(unit, settings, lots, tokenizer_of(task["tokenizer"]), Path(task["out"]))
+    tokenizer = tokenizer_of(task["tokenizer"])
+    tokenise_unit(unit, settings, lots, tokenizer, Path(task["out"]), chain)

@@ -24,12 +24,16 @@ from holdfast.data.stream.node_cache import NodeCache
 from holdfast.data.stream.shards import Shard, ShardFile
 from holdfast.errors import DataError
 
-FORMAT = 4
-"""The newest format that this program reads. A dataset without chat data is written in format 1."""
+FORMAT = 5
+"""The newest format that this program reads. A dataset of texts without stages is written in format
+1."""
+FORMAT_OF_PREFERENCES = 4
 FORMAT_OF_WEIGHTS = 3
 """The first format whose masks have weights of targets."""
 
 MANIFEST = "manifest.json"
+REMOVED = "removed.jsonl"
+"""The documents that stages left out, of a dataset with stages."""
 SOURCES = "sources.json"
 """The paths that the sources had. They are no part of the identity; older datasets have none."""
 

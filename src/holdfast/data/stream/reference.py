@@ -5,7 +5,7 @@ They lie next to the dataset, in a folder whose name says what they follow from:
     reference/<key>/piece-00000       samples of one source and split, float32 [samples, S]
     reference/<key>/reference.json    written last: the number of pieces, and their digest
 
-Each piece begins with a line of JSON that has its checksum (`unit_tasks.write_result`). So a piece
+Each piece begins with a line of JSON that has its checksum (`unit_files.write_result`). So a piece
 is complete or absent, and a run that was killed computes the rest. Bits differ between devices and
 numbers of threads, so the stored bits count. A run never computes them a second time while they
 are there.
@@ -29,7 +29,7 @@ from xxhash import xxh3_128
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.read.files import canonical_json, write_atomic
-from holdfast.data.stages.unit_tasks import read_result, write_result
+from holdfast.data.stages.unit_files import read_result, write_result
 from holdfast.data.stream.dataset import Dataset
 from holdfast.errors import CorruptError, DataError
 

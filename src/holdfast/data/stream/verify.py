@@ -10,6 +10,7 @@ from holdfast.core.data.permutation import Permutation
 from holdfast.data.stream.dataset import (
     FORMAT_OF_WEIGHTS,
     REMAKE_REMEDY,
+    REMOVED,
     Dataset,
     file_checksum_or_none,
 )
@@ -36,6 +37,10 @@ def find_problems(folder: str | Path | Dataset) -> list[str]:
     problems = [problem for shard in dataset.shards() for problem in _shard_changes(dataset, shard)]
     if not problems:
         problems = [p for shard in dataset.shards() for p in _shard_inconsistencies(dataset, shard)]
+    removed = dataset.manifest.get("stages", {}).get("removed")
+    path = dataset.folder / REMOVED
+    if removed and dataset.cache is None and file_checksum_or_none(path) != removed["xxh3"]:
+        problems.append(f"{path}: its bytes are not what was written")
     stored = sorted((dataset.folder / REFERENCES).glob("*"))
     return problems + [problem for folder in stored for problem in check_reference(folder)]
 

@@ -1,0 +1,83 @@
+"""The stages of `data.stages` that judge a document by itself, one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from holdfast.data.filters.heuristics import heuristic_stage
+from holdfast.data.filters.personal_data import personal_data_stage
+from holdfast.data.filters.plain import length_stage, pattern_stage
+from holdfast.data.filters.verdict import Stage
+
+_MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
+    "gopher": heuristic_stage,
+    "c4": heuristic_stage,
+    "fineweb": heuristic_stage,
+    "length": length_stage,
+    "pattern": pattern_stage,
+    "personal_data": personal_data_stage,
+}
+_EDITORS = ("c4", "personal_data")
+"""Kinds that change a document that stays."""
+
+Recipe = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A document after all stages, or after the one that left it out."""
+
+    text: str
+    stage: int = -1  # index in data.stages of the stage that left it out; -1: it stays
+    rule: str = ""
+    edits: tuple[tuple[int, str, int], ...] = ()  # (stage, what was changed, how often)
+
+
+class Chain:
+    """The stages of one source. recipes: (index in data.stages, recipe) of each."""
+
+    def __init__(self, recipes: Sequence[tuple[int, Recipe]]):
+        own = [(i, recipe) for i, recipe in recipes if recipe["kind"] in _MAKERS]
+        self._stages = [(i, _MAKERS[recipe["kind"]](recipe)) for i, recipe in own]
+        self._editors = [
+            stage
+            for (_, stage), (_, recipe) in zip(self._stages, own, strict=True)
+            if recipe["kind"] in _EDITORS
+        ]
+        near = [recipe for _, recipe in recipes if recipe["kind"] == "near_duplicates"]
+        self.shingle_words: int = near[0]["shingle_words"] if near else 0
+        """Words of a shingle, if documents are compared with each other."""
+
+    def judge(self, text: str) -> Outcome:
+        """Apply the stages to a document, up to the first that leaves it out."""
+        edits: list[tuple[int, str, int]] = []
+        for index, stage in self._stages:
+            verdict = stage(text)
+            rule = verdict.rule
+            if not rule and verdict.edits and not verdict.text.strip():
+                rule = "nothing_left"
+            if rule:
+                return Outcome(text, index, rule)
+            edits += [(index, what, count) for what, count in verdict.edits]
+            text = verdict.text
+        return Outcome(text, edits=tuple(edits))
+
+    def edit(self, text: str) -> str:
+        """Return a document that stays, as the stages change it."""
+        for stage in self._editors:
+            text = stage(text).text
+        return text
+
+
+def chain_of(recipes: Sequence[tuple[int, Recipe]]) -> Chain:
+    """Return the chain of recipes; the last few stay made."""
+    return _made(json.dumps(recipes))
+
+
+@lru_cache(maxsize=16)
+def _made(recipes: str) -> Chain:
+    return Chain([(index, recipe) for index, recipe in json.loads(recipes)])

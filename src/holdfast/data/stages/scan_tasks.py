@@ -1,0 +1,172 @@
+"""The first task on a unit: hash its documents, and have the stages judge them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain as chain_pieces
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128, xxh3_128_intdigest
+
+from holdfast.data.filters.chain import Chain
+from holdfast.data.filters.shingles import HASHES, signature
+from holdfast.data.read.chat_borders import ChatNotes
+from holdfast.data.read.files import READ_BYTES
+from holdfast.data.read.sources import Unit, read_unit
+from holdfast.data.read.text_sources import with_line
+from holdfast.data.stages.unit_files import SPOOL_BYTES, mapped, read_result, write_result
+from holdfast.errors import DataError
+
+
+def scan_unit(unit: Unit, limit: int, out: Path, chain: Chain | None = None) -> None:
+    """Hash every document of a unit (outer white space does not count) into `out`, before and
+    after the stages of `chain`. If files cannot be read, `out` says so of all of them."""
+    seen, rows = xxh3_128(), array("Q")
+    refused: list[DataError] = []
+    notes = ChatNotes()
+    with _StagedRows(chain, out.parent) as staged:
+        for text in read_unit(unit, limit, seen, refused, notes):
+            row = hash_document(text)
+            rows.extend(row)
+            staged.add(text, row)
+        header: dict[str, Any] = {"unit": unit.index, "raw": seen.hexdigest(), **staged.header()}
+        if notes.seen:
+            header["notes"] = {
+                kind: {name: (count, with_line(where)) for name, (count, where) in names.items()}
+                for kind, names in notes.seen.items()
+            }
+        if refused:
+            header["refused"] = [(e.message, e.where, e.remedy) for e in refused]
+        write_result(out, header, lambda: chain_pieces([_table(rows).tobytes()], staged.payload()))
+
+
+def _table(rows: array[int]) -> NDArray[np.uint64]:
+    return np.frombuffer(rows, dtype="<u8") if rows else np.zeros(0, dtype="<u8")
+
+
+class _StagedRows:
+    """What the stages make of the documents of a unit; nothing without stages."""
+
+    def __init__(self, chain: Chain | None, folder: Path):
+        self._chain = chain
+        self._rows, self._reasons = array("Q"), array("H")
+        self._names: dict[tuple[int, str], int] = {}
+        self._edits: Counter[tuple[int, str]] = Counter()
+        self._signatures = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+
+    def __enter__(self) -> _StagedRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signatures.close()
+
+    def add(self, text: str, row: tuple[int, int, int]) -> None:
+        """Judge a document. row: its own hash and length."""
+        if self._chain is None:
+            return
+        reason = 0
+        if row[2]:
+            outcome = self._chain.judge(text)
+            if outcome.rule:
+                name = outcome.stage, outcome.rule
+                reason, row = self._names.setdefault(name, len(self._names) + 1), (0, 0, 0)
+            else:
+                row = row if outcome.text == text else hash_document(outcome.text)
+                self._edits.update({(stage, what): n for stage, what, n in outcome.edits})
+        if self._chain.shingle_words:
+            has_words = row[2] > 0
+            values = signature(outcome.text if has_words else "", self._chain.shingle_words)
+            self._signatures.write(values.astype("<u2").tobytes())
+        self._rows.extend(row)
+        self._reasons.append(reason)
+
+    def header(self) -> dict[str, Any]:
+        if self._chain is None:
+            return {}
+        return {
+            "documents": len(self._reasons),
+            "reasons": list(self._names),
+            "edits": sorted([stage, what, n] for (stage, what), n in self._edits.items()),
+        }
+
+    def payload(self) -> Iterator[bytes]:
+        if self._chain is None:
+            return
+        yield _table(self._rows).tobytes()
+        yield np.frombuffer(self._reasons, dtype="<u2").tobytes() if self._reasons else b""
+        self._signatures.seek(0)
+        while piece := self._signatures.read(READ_BYTES):
+            yield piece
+
+
+def hash_document(text: str) -> tuple[int, int, int]:
+    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
+    lead, length = 0, len(text)
+    while lead < length and text[lead].isspace():
+        lead += 1
+    if lead == length:
+        return 0, 0, 0
+    stop = length
+    while text[stop - 1].isspace():
+        stop -= 1
+    body = text.encode()
+    first = len(text[:lead].encode())
+    last = len(body) - len(text[stop:].encode())
+    digest = xxh3_128_intdigest(memoryview(body)[first:last])
+    return digest >> 64, digest & (2**64 - 1), len(body)
+
+
+def read_refused(path: Path) -> list[DataError]:
+    """Files of a unit that could not be read, when it was scanned."""
+    header, _ = read_result(path)
+    return [
+        DataError(message, where=where, remedy=remedy)
+        for message, where, remedy in header.get("refused", ())
+    ]
+
+
+def read_notes(path: Path) -> dict[str, dict[str, tuple[int, str]]]:
+    """What the rows of a unit of chat data say that is not trained on (`ChatNotes.seen`)."""
+    header, _ = read_result(path)
+    return header.get("notes", {})  # type: ignore[no-any-return]
+
+
+def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
+    """(hash of the bytes read, rows [documents, 3], mapped)."""
+    header, at = read_result(path)
+    count = header["documents"] * 3 if "documents" in header else header["size"] // 8
+    return header["raw"], mapped(path, "<u8", at, count).reshape(-1, 3)
+
+
+@dataclass(frozen=True)
+class StagedUnit:
+    """What the stages made of the documents of a unit."""
+
+    rows: NDArray[np.uint64]  # [documents, 3], of the document as it stays; 0 if it does not
+    reasons: NDArray[np.uint16]  # [documents]: 0, or 1 + the index in `names`
+    names: tuple[tuple[int, str], ...]  # (stage, rule)
+    edits: tuple[tuple[int, str, int], ...]  # (stage, what was changed, how often)
+    signatures: NDArray[np.uint16]  # [documents, HASHES], or [0, HASHES]
+
+
+def read_staged(path: Path) -> StagedUnit:
+    """Return what a scan with stages found, mapped."""
+    header, at = read_result(path)
+    count = header["documents"]
+    rows = mapped(path, "<u8", at + 24 * count, 3 * count).reshape(-1, 3)
+    reasons = mapped(path, "<u2", at + 48 * count, count)
+    values = (header["size"] - 50 * count) // 2
+    return StagedUnit(
+        rows,
+        reasons,
+        tuple((stage, rule) for stage, rule in header["reasons"]),
+        tuple((stage, what, n) for stage, what, n in header["edits"]),
+        mapped(path, "<u2", at + 50 * count, values).reshape(-1, HASHES),
+    )
