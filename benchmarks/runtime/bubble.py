@@ -33,7 +33,8 @@ from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.step_window import look_ahead, step_window
 from holdfast.core.schedule.table import ActionKind, Schedule, Value, actions_of
 from holdfast.core.schedule.timing import Durations, Timeline, time_schedule
-from holdfast.parallel.comm.trace import COMPUTE, SpanRecorder, TraceSpan, chrome_trace
+from holdfast.core.spans import COMPUTE, TraceSpan, chrome_trace
+from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline.pipeline import PipelineInterpreter
 

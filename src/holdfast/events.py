@@ -24,12 +24,13 @@ class Event:
     step: int = field(default=0, kw_only=True)  # that it belongs to; 0: before the first
     kind: ClassVar[str]  # its name in the journal: part of the format, never changed
     absent_if_empty: ClassVar[Set[str]]  # newer fields: older files lack them
+    names: ClassVar[Set[str]]  # of its fields
 
     def __init_subclass__(cls, *, kind: str, absent_if_empty: Set[str] = frozenset()) -> None:
         if kind in _KINDS:
             raise TypeError(f"event kind {kind!r} is taken by {_KINDS[kind].__name__}")
         cls.kind, cls.absent_if_empty, _KINDS[kind] = kind, absent_if_empty, cls
-        dataclass(frozen=True)(cls)
+        cls.names = {each.name for each in fields(dataclass(frozen=True)(cls))}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -573,8 +574,7 @@ def from_json(value: dict[str, Any]) -> Record | None:
 def event_from_json(kind: str, value: Mapping[str, Any]) -> Event:
     """An event from its fields. Raises KeyError for an unknown kind."""
     cls = _KINDS[kind]
-    known = {f.name for f in fields(cls)}
-    return cls(**{k: v for k, v in value.items() if k in known})
+    return cls(**{k: v for k, v in value.items() if k in cls.names})
 
 
 class RoleMissing(Event, kind="role_missing"):

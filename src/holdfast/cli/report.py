@@ -183,7 +183,7 @@ def write_trace(run: Run, path: Path) -> None:
     """
     from json import dumps
 
-    from holdfast.parallel.comm.trace import TraceSpan, chrome_trace
+    from holdfast.core.spans import TraceSpan, chrome_trace
 
     traced = [r for r in read_journal(run.store) if isinstance(r.event, StepTraced)]
     if not traced:

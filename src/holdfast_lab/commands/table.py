@@ -7,7 +7,7 @@ from holdfast.cli.table import commands_of
 COMMANDS = commands_of(
     "holdfast_lab.commands",
     "Lab",
-    trace="read, show and make traces of machines that come and go",
+    trace="read, show and make traces of machines; timelines of runs",
     simulate="simulate a run on machines that come and go",
     score="score how well a trainer or a policy survives losses",
     predict="fit a predictor of lost nodes to traces, and judge it",

@@ -26,6 +26,7 @@ from holdfast_lab.commands.trace_show import (
     stream_as_json,
     svg_of,
 )
+from holdfast_lab.commands.trace_timeline import timeline
 from holdfast_lab.traces.events import EventStream
 from holdfast_lab.traces.generators import fit_trace, make_trace
 from holdfast_lab.traces.node_changes import Burst, ReadOptions, Victims
@@ -34,7 +35,8 @@ from holdfast_lab.traces.rows import MOST_NODES
 from holdfast_lab.traces.scenario import GapRule, with_notices, without_gaps
 from holdfast_lab.traces.stream_file import format_stream
 
-app = make_app("Read, show and make traces of machines that come and go.")
+app = make_app("Read, show and make traces of machines that come and go; timelines of runs.")
+app.command()(timeline)
 
 Files = Annotated[list[Path], typer.Argument(help="files of any known kind; of several, one trace")]
 Seed = Annotated[int, typer.Option(help="of what a file leaves open: which nodes of a count go")]

@@ -17,9 +17,10 @@ from holdfast.core.schedule.csv import from_csv, to_csv
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Action, ActionKind, Schedule, Value, actions_of
 from holdfast.core.schedule.timing import max_in_flight
+from holdfast.core.spans import COMPUTE, TraceSpan, chrome_trace
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.parallel.comm.comm_stats import TrafficCounter
-from holdfast.parallel.comm.trace import COMPUTE, RECEIVE, SpanRecorder, TraceSpan, chrome_trace
+from holdfast.parallel.comm.trace import RECEIVE, SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup, exchange
 from holdfast.parallel.pipeline.pipeline import PipelineInterpreter, StageWork
 from holdfast.parallel.pipeline.pipeline_plan import PipelinePlan, make_pipeline_plan

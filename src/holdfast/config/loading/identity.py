@@ -118,8 +118,8 @@ SHARED_KEYS = (
     "cluster.loss_jumps",
     "cluster.recovery",
 )
-# Of those, free for each node: the first is planned, the second only writes a file.
-NODE_KEYS = ("layout.workers", "layout.trace_step")
+# Of those, free for each node: the first is planned, the rest only writes a file.
+NODE_KEYS = ("layout.workers", "layout.trace_step", "layout.trace_every")
 
 
 @dataclass(frozen=True)

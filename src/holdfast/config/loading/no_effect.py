@@ -140,6 +140,7 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
         ("checkpoint.memory_every_steps", save.memory_every_steps),
         ("checkpoint.keep_every", save.keep_every),
         ("cluster.check_every_steps", config.cluster.check_every_steps),
+        ("layout.trace_every", config.layout.trace_every),
     ):
         if isinstance(value, int) and value > steps and _given(loaded, key):
             yield (

@@ -120,7 +120,19 @@ class LayoutConfig(DegreesConfig):
     trace_step: int = Field(0, ge=0)
     """step in which each worker records what it does when; `holdfast report RUN --trace FILE`
     writes it; 0: none"""
+    trace_every: int = Field(0, ge=0)
+    """steps between two of which each worker records what it does when, for `holdfast trace
+    timeline RUN --to FILE`; 0: none"""
     bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
+
+    @property
+    def has_traces(self) -> bool:
+        """True if some step is traced."""
+        return bool(self.trace_step or self.trace_every)
+
+    def is_traced(self, step: int) -> bool:
+        """Return True if each worker records what it does in that step."""
+        return step == self.trace_step or bool(self.trace_every and step % self.trace_every == 0)
 
     @property
     def kinds(self) -> tuple[tuple[str, DegreesConfig], ...]:

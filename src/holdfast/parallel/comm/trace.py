@@ -13,33 +13,18 @@ clock. Waits are the host's, and keep its times.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from holdfast.core.spans import COMPUTE, TraceSpan
 
 if TYPE_CHECKING:
     import torch
 
-COMPUTE = "compute"  # an action of the schedule
 RECEIVE = "receive wait"  # an action could have begun, but for what it needs from another rank
 REDUCE = "reduce"  # a bucket of the gradient is summed over ranks, during the backward pass
 SEND = "send wait"  # a run could have begun, but for the arrival of what the last one sent
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSpan:
-    """`name` took from `start` to `stop` (seconds of the monotonic clock) on `track`."""
-
-    track: str
-    name: str
-    start: float
-    stop: float
-
-    @property
-    def seconds(self) -> float:
-        return self.stop - self.start
 
 
 class DeviceEvent(Protocol):
@@ -149,52 +134,3 @@ class SpanRecorder:
         if track == COMPUTE and self._timeline is not None:
             return _OpenSpan(self._on_device, self._timeline.mark, track, name)
         return _OpenSpan(self._on_host, time.monotonic, track, name)
-
-
-def chrome_trace(spans_by_rank: Mapping[int, Sequence[TraceSpan]]) -> dict[str, Any]:
-    """A trace for chrome://tracing or ui.perfetto.dev: a process per rank, a row per track.
-
-    The JSON form of Google's "Trace Event Format": complete events ("X") with microseconds
-    counted from the first span, metadata events ("M") that name the rows. The compute track
-    stands first. Exchanges that overlap have rows of their own.
-    """
-    spans_by_rank = {rank: _in_rows(spans) for rank, spans in spans_by_rank.items()}
-    every = [s for spans in spans_by_rank.values() for s in spans]
-    origin = min((s.start for s in every), default=0.0)
-    tracks = sorted({s.track for s in every}, key=lambda track: (track != COMPUTE, track))
-    events: list[dict[str, Any]] = []
-    for rank, spans in sorted(spans_by_rank.items()):
-        events.append(_name_event(rank, 0, "process_name", f"rank {rank}"))
-        used = {s.track for s in spans}
-        events += [
-            _name_event(rank, i, "thread_name", t) for i, t in enumerate(tracks) if t in used
-        ]
-        for s in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": tracks.index(s.track),
-                    "name": s.name,
-                    "cat": s.track,
-                    "ts": (s.start - origin) * 1e6,
-                    "dur": s.seconds * 1e6,
-                }
-            )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _in_rows(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
-    """A viewer takes spans of a row for nested, so one that begins in another goes to the next."""
-    ends: dict[str, float] = {}
-    out = []
-    for span in sorted(spans, key=lambda span: span.start):
-        rows = (f"{span.track} {n}" if n > 1 else span.track for n in count(1))
-        track = next(row for row in rows if ends.get(row, 0.0) <= span.start)
-        ends[track] = span.stop
-        out.append(replace(span, track=track))
-    return out
-
-
-def _name_event(rank: int, row: int, what: str, text: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": row, "name": what, "args": {"name": text}}

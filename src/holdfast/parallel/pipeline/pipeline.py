@@ -34,9 +34,10 @@ from torch import Tensor
 
 from holdfast.core.schedule.check import check_schedule
 from holdfast.core.schedule.table import Action, ActionKind, Schedule, Value
+from holdfast.core.spans import COMPUTE
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.parallel.comm.device_group import PipelinePipes
-from holdfast.parallel.comm.trace import COMPUTE, RECEIVE, SEND, SpanRecorder
+from holdfast.parallel.comm.trace import RECEIVE, SEND, SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.pipeline.pipeline_plan import (
     FIRST_TAG,

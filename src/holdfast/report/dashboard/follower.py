@@ -43,8 +43,23 @@ class Dashboard:
 
     def start(self) -> None:
         """Find the runs and begin to follow them."""
-        self._search()
+        self.search()
         self._thread.start()
+
+    def search(self) -> None:
+        """Find the runs: open new ones, and forget those that are away."""
+        found, new = self._find(), dict[str, RunView]()
+        for name in found.keys() - self._views.keys():
+            with suppress(HoldfastError):
+                new[name] = RunView(found[name]())
+        with self._lock:
+            known = self._views | new
+            self._views = {name: known[name] for name in found if name in known}
+        self._find_at = time.monotonic() + FIND_EVERY_S
+
+    def view(self, name: str) -> RunView:
+        """Return the view of a run. Raises KeyError if there is none."""
+        return self._views[name]
 
     def close(self) -> None:
         self._stop.set()
@@ -87,7 +102,7 @@ class Dashboard:
         while not self._stop.is_set():
             began = time.monotonic()
             if began >= self._find_at and not self.is_single:
-                self._search_again()
+                self._try_search()
             for view in list(self._views.values()):
                 if self._stop.is_set():
                     return
@@ -121,21 +136,11 @@ class Dashboard:
         wait = IDLE_POLL_S if view.is_over and not self.is_single else POLL_S
         self._due[name] = now + max(wait, append_interval(view.source.store)) - 0.1
 
-    def _search_again(self) -> None:
+    def _try_search(self) -> None:
         try:
-            self._search()
+            self.search()
         except (HoldfastError, OSError):
             self._find_at = time.monotonic() + FIND_EVERY_S  # the folder is away for a while
-
-    def _search(self) -> None:
-        found, new = self._find(), dict[str, RunView]()
-        for name in found.keys() - self._views.keys():
-            with suppress(HoldfastError):
-                new[name] = RunView(found[name]())
-        with self._lock:
-            known = self._views | new
-            self._views = {name: known[name] for name in found if name in known}
-        self._find_at = time.monotonic() + FIND_EVERY_S
 
 
 class PageState:

@@ -93,7 +93,7 @@ def connect_settings(
     exchange, kind = config.layout.exchange, run_device_kind(config, device.type)
     if exchange == "auto":
         exchange = "direct" if kind.between_has_tags else "gathered"
-    recorder = SpanRecorder(device) if config.layout.trace_step else None
+    recorder = SpanRecorder(device) if config.layout.has_traces else None
     return ConnectSettings(
         store,
         device,

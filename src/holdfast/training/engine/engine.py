@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.reduction_tree import Shares, deal
+from holdfast.core.spans import CONTROL, VOTE
 from holdfast.core.weights import to_units
 from holdfast.data.stream.loader import LoadedMicrobatch
 from holdfast.errors import HoldfastError, JumpError, PeerLostError
@@ -273,7 +274,10 @@ class StepEngine:
             wishes = replace(wishes, reject=True)
         rate, norm = self.learning_rate(self.step), self.squared_norm()
         ballot = Ballot(norm, wishes, learning_rate=rate, options=self._user.options(self.step))
-        return self.loss_scale.judge(vote(self.groups, account, ballot, self.on_vote_sent))
+        recorder = self.groups.recorder
+        with nullcontext() if recorder is None else recorder.span(CONTROL, VOTE):
+            verdict = vote(self.groups, account, ballot, self.on_vote_sent)
+        return self.loss_scale.judge(verdict)
 
     # --- a loss ---------------------------------------------------------------------------
     @property

@@ -26,12 +26,13 @@ from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
 from holdfast.core.schedule.named import build_schedule
 from holdfast.core.schedule.table import Schedule, forward_only
+from holdfast.core.spans import COMPUTE
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.layout import Replica
 from holdfast.model.stage import StagePart, leave_weight_gradients
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.tensor_parallel import residual_shape
-from holdfast.parallel.comm.trace import COMPUTE, SpanRecorder
+from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.gradients.leaf_progress import StageParameters
 from holdfast.parallel.pipeline.pipeline import PipelineInterpreter
 from holdfast.training.engine.loss_scale import NOT_SCALED, LossScale

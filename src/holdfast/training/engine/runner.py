@@ -290,7 +290,7 @@ class TrainingLoop:
         watch.lap("data")
         if self.recorder is not None:
             # What a validation left is not of this step.
-            self.recorder.begin(is_traced=step == self.config.layout.trace_step)
+            self.recorder.begin(is_traced=self.config.layout.is_traced(step))
         if self.traffic is not None:
             self.traffic.reset()
         self.reporter.progress(step, "compute")
@@ -311,8 +311,8 @@ class TrainingLoop:
             if digest is not None:
                 self.reporter.emit(digest)
                 watch.lap("digest")
-        # Report the spans of the step that the run file asks for.
-        if self.recorder is not None and step == self.config.layout.trace_step:
+        # Report the spans of the steps that the run file asks for.
+        if self.recorder is not None and self.config.layout.is_traced(step):
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
             self.reporter.emit(StepTraced(self.rank, found, step=step))
         into = self.saves.capture(step, verdict.requests, self.engine)

@@ -117,6 +117,8 @@ def segment_sizes(store: RunStore, prefix: str) -> dict[str, int]:
     """Return the keys that begin with `prefix`, sorted, and their bytes."""
     if isinstance(store, SegmentedStore):
         return store.segment_sizes(prefix)
+    if isinstance(store, FolderStore):
+        return store.sizes(prefix)
     sizes = {}
     for key in store.list(prefix):
         with suppress(MissingKeyError):  # removed meanwhile
@@ -228,7 +230,8 @@ class FolderStore:
     def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         due = sum(map(len, outs))
         with self._translate_errors(key):
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            # A text: a reader of a journal opens a thousand segments, and a Path costs as much.
+            fd = os.open(f"{self.folder}/{check_key(key)}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 done = read_vectored(fd, start, outs)
             finally:
@@ -237,19 +240,39 @@ class FolderStore:
             raise CorruptError(f"{key} ends at byte {start + done}, {start + due} were expected")
 
     def list(self, prefix: str) -> list[str]:
+        with self._translate_errors(prefix):
+            return sorted({key for key, _ in self._entries(prefix)})
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return the keys that begin with `prefix`, sorted, and their bytes. Raises as `list`."""
+        sizes: dict[str, int] = {}
+        with self._translate_errors(prefix):
+            for key, entry in self._entries(prefix):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    sizes[key] = entry.stat().st_size
+        return dict(sorted(sizes.items()))
+
+    def _entries(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield each key that begins with `prefix`. A folder that changes may list a name twice, on
+        NFS for example."""
         # Only the deepest complete folder of the prefix is walked: listing one generation's journal
         # does not read the folder of blobs.
-        parent = prefix.rpartition("/")[0]
-        root = self.folder / parent if parent else self.folder
-        if parent:
-            check_key(parent)
-        found: set[str] = set()  # a folder that changes may list a name twice, on NFS for example
-        with self._translate_errors(prefix):
-            for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
-                base = Path(folder).relative_to(self.folder).as_posix()
-                start = "" if base == "." else f"{base}/"
-                found |= {f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)}
-        return sorted(key for key in found if key.startswith(prefix))
+        folders = [check_key(prefix.rpartition("/")[0]) if "/" in prefix else ""]
+        while folders:
+            base = folders.pop()
+            try:
+                with os.scandir(f"{self.folder}/{base}") as entries:
+                    found = [
+                        (f"{base}/{each.name}" if base else each.name, each) for each in entries
+                    ]
+            except FileNotFoundError:  # there is none, or it was removed meanwhile
+                continue
+            for key, entry in found:
+                if entry.is_dir():
+                    if not entry.is_symlink():
+                        folders.append(key)
+                elif key.startswith(prefix) and not entry.name.startswith(_TEMPORARY):
+                    yield key, entry
 
     def delete(self, key: str) -> None:
         path = self._path(key)
