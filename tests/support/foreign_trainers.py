@@ -187,6 +187,7 @@ def train_with_torchtitan(out: Path) -> None:
     ]
     assert [rank.wait() for rank in ranks] == [0, 0]
     shutil.move(out / "work" / f"step-{SAVED}", out / "checkpoint")
+    shutil.move(out / "work" / "config.json", out / "checkpoint")
     shutil.rmtree(out / "work")
 
 
@@ -239,6 +240,33 @@ def torchtitan_model() -> Any:
     )
 
 
+def _write_titan_job(out: Path, training: Any, schedule: Any) -> None:
+    """Write the job's configuration as torchtitan does for `debug.save_config_file`."""
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.config.configs import DebugConfig
+    from torchtitan.models.llama3 import parallelize_llama
+    from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.trainer import Trainer
+
+    spec = ModelSpec(
+        name="llama3",
+        flavor="tiny",
+        model=torchtitan_model(),
+        parallelize_fn=parallelize_llama,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )
+    Trainer.Config(
+        model_spec=spec,
+        dump_folder=str(out / "work"),
+        optimizer=default_adamw(TITAN_RATE, betas=BETAS, weight_decay=DECAY),
+        lr_scheduler=schedule,
+        training=training,
+        debug=DebugConfig(save_config_file="config.json"),
+    ).maybe_log()
+
+
 def train_titan_rank(out: Path) -> None:
     import torch
 
@@ -262,6 +290,8 @@ def train_titan_rank(out: Path) -> None:
         seq_len=given.shape[-1] - 1,
         steps=STEPS,
         mixed_precision_param="float32",
+        global_batch_size=BATCH,
+        disable_cuda_graphs=True,
     )
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     dims = ParallelDims.from_config(parallelism, 2)
@@ -293,9 +323,12 @@ def train_titan_rank(out: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
 
+    schedule = LRSchedulersContainer.Config(warmup_steps=4, min_lr_factor=0.1)
     torch.manual_seed(1)
     with torch.device("meta"):
         model = torchtitan_model().build()
+    if rank == 0:
+        _write_titan_job(out, training, schedule)
     model = parallelize_llama(
         model,
         parallel_dims=dims,
@@ -314,7 +347,6 @@ def train_titan_rank(out: Path) -> None:
     optimizers = default_adamw(TITAN_RATE, betas=BETAS, weight_decay=DECAY)
     optimizers.implementation = "for-loop"
     optimizer = optimizers.build(model_parts=[model])
-    schedule = LRSchedulersContainer.Config(warmup_steps=4, min_lr_factor=0.1)
     scheduler = schedule.build(optimizers=optimizer, training_steps=STEPS)
     loader = ParallelAwareDataloader(Rows(), rank, 2, batch_size=BATCH // 2)
     state = TrainState()

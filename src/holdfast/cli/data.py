@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +13,11 @@ import typer
 from holdfast.api.progress import StageProgress
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Json, Overrides, RunArgument, RunFile
+from holdfast.cli.options import Json, Overrides, RunArgument, RunFile, run_path
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.data import DataConfig
+from holdfast.core.data.data_ledger import merge_ranges
 from holdfast.data.order.audit import AuditProblem, AuditResult, audit_records, branch_event
 from holdfast.data.prepare.prepare import MakePool
 from holdfast.data.prepare.prepare import prepare_dataset as make
@@ -23,6 +25,12 @@ from holdfast.data.stages.task_pool import TaskPool
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
+from holdfast.data.stream.document_reads import (
+    document_hash,
+    find_document,
+    find_reads,
+    read_document,
+)
 from holdfast.data.stream.inspect import dataset_numbers, mask_shares, render_sample
 from holdfast.data.stream.verify import find_problems as problems_of
 from holdfast.errors import ConfigError, DataError, RunFolderError, UserError
@@ -196,6 +204,86 @@ def audit(run: RunArgument, json: Json = False) -> int:
             one.print(f"parent{of_child} {name}: " if name else "")
             child = name
     return 0 if all(one.ok for one in results.values()) else 1
+
+
+@app.command(name="who-read")
+def who_read(
+    document: Annotated[Path, typer.Argument(help="file with the text of one document")],
+    runs: Annotated[list[Path], typer.Argument(help="run folders or buckets", parser=run_path)],
+    json: Json = False,
+) -> int:
+    """Name the steps of runs that read a document.
+
+    The document is found in each run's dataset, and its samples in the run's ledger. The steps that
+    a branch continues are those of its parent. Exit code 1 if no run read it.
+
+    \b
+    Example:
+      holdfast data who-read letter.txt runs/quickstart runs/second
+    """
+    config = DataConfig()
+    text = read_document(document, config.max_document_bytes)
+    name, found = document_hash(text), dict[str, dict[str, Any]]()
+    for run in runs:
+        for place, opened, last in _with_parents(open_run(run)):
+            found[place] = _reads_of(opened, text, last)
+    if json:
+        print_json({"document": name, "runs": found})
+    else:
+        print(f"document {name}")
+        for place, reads in found.items():
+            print(f"{place}: {_describe_reads(reads)}", flush=True)
+    return 0 if any(reads["steps"] for reads in found.values()) else 1
+
+
+def _with_parents(run: Run) -> Iterator[tuple[str, Run, int]]:
+    """Yield a run, and the runs that it continues, each with the last step that counts; 0: all."""
+    found: Run | None = run
+    last = 0
+    while found is not None:
+        yield found.place, found, last
+        event = branch_event(read_journal(found.store))
+        if event is None:
+            return
+        found, last = _open_parent(event), event.step
+        if found is None and last:
+            say(f"the run {event.folder} dealt the steps up to {last}, and is no longer there")
+
+
+def _reads_of(run: Run, text: str, last: int) -> dict[str, Any]:
+    """Raises DataError for a run whose data are no texts."""
+    config = run.config
+    if run.is_simulated or config.has_own_data:
+        raise DataError(
+            "the run trained on no texts of a dataset",
+            where=run.place,
+            remedy="name a run that was trained on texts",
+        )
+    dataset = open_dataset(run.dataset_location, config.data)
+    places = find_document(dataset, text)
+    batches = Batches(dataset, config.data, config.train, config.seed)
+    reads = find_reads(read_journal(run.store), batches, places)
+    names = sorted({f"{dataset.source_names[p.source]} ({p.split})" for p in places})
+    kept, lost = (
+        [step for step in steps if step <= (last or step)] for steps in (reads.steps, reads.lost)
+    )
+    return {"dataset": dataset.version, "sources": names, "steps": kept, "lost_steps": lost}
+
+
+def _describe_reads(reads: dict[str, Any]) -> str:
+    if not reads["sources"]:
+        return f"the document is not in the dataset {reads['dataset']}"
+    where = f"in {', '.join(reads['sources'])} of the dataset {reads['dataset']}"
+    lost = f"; work of steps {_ranges(reads['lost_steps'])} was lost" if reads["lost_steps"] else ""
+    if not reads["steps"]:
+        return f"no step read it, {where}{lost}"
+    return f"read by steps {_ranges(reads['steps'])}, {where}{lost}"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Steps in short: 3, 7-9."""
+    merged = merge_ranges((step, step + 1) for step in steps)
+    return ", ".join(f"{a:,}" if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in merged)
 
 
 def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> RunConfig:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.moving_in import add_data, read_job
 from holdfast.cli.options import refuse_beside
 from holdfast.config.huggingface.folder import read_folder_model, read_json_object
 from holdfast.config.loading.model_from import yaml_word
@@ -82,7 +83,11 @@ def init(
     ] = None,
     from_: Annotated[
         Path | None,
-        typer.Option("--from", help="folder of a model in Hugging Face form to continue"),
+        typer.Option(
+            "--from",
+            help="a model in Hugging Face form, another trainer's checkpoint, or YAML of axolotl "
+            "or LLaMA-Factory",
+        ),
     ] = None,
     chat: Annotated[
         Path | None, typer.Option(help="rows of chat data to tune the model of --from with")
@@ -93,6 +98,9 @@ def init(
 ) -> None:
     """Write a commented run file of 27 lines or less. Never overwrites.
 
+    YAML of axolotl and LLaMA-Factory, and checkpoints of Megatron and torchtitan, become longer
+    ones. Each key is translated, has no effect, or stands as left out in a comment.
+
     \b
     Example:
       holdfast init            writes run.yaml
@@ -101,6 +109,7 @@ def init(
       holdfast init tuned.yaml --from Llama-3.2-1B-Instruct --chat chat.jsonl
       holdfast init better.yaml --from tuned-model --preferences pairs.jsonl
       holdfast init moved.yaml --from trainer_output/checkpoint-500 --data texts
+      holdfast init tuned.yaml --from axolotl.yaml
     """
     refuse_beside("--preferences", {"--chat": chat} if preferences else {})
     rows, rate = preferences or chat, LOW_RATE if preferences else RATE
@@ -115,16 +124,24 @@ def init(
     notes: list[str] = []
     if from_ is not None and not rows and (from_ / TRAINER_STATE).is_file():
         train, notes = _moved_in(from_)
-        resume = shlex.join(["holdfast", "checkpoint", "import", str(path), "--from", str(from_)])
-        notes.append(f"import its state before you train: {resume}")
-    text = TEMPLATE.format(
-        name=path,
-        stem=name if parse_scalar(name) == name else f'"{name}"',
-        dataset=name if data or from_ or rows else "python-stdlib",
-        data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
-        model=_model(from_, preferences),
-        **train,
-    )
+        notes.append(_resume_note(path, from_))
+    job = read_job(from_) if from_ is not None and not rows else None
+    if job is not None and from_ is not None:
+        add_data(job, name, _source(data) if data else None)
+        text = job.run_file(name, from_.name)
+        kinds = f"{len(job.translated)} keys translated, {len(job.harmless)} without an effect"
+        notes.append(f"{kinds}, {len(job.left_out)} left out; the file names these")
+        if from_.is_dir():
+            notes.append(_resume_note(path, from_))
+    else:
+        text = TEMPLATE.format(
+            name=path,
+            stem=name if parse_scalar(name) == name else f'"{name}"',
+            dataset=name if data or from_ or rows else "python-stdlib",
+            data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
+            model=_model(from_, preferences),
+            **train,
+        )
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -144,6 +161,11 @@ def init(
     say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
     for note in notes:
         say(note)
+
+
+def _resume_note(path: Path, source: Path) -> str:
+    resume = shlex.join(["holdfast", "checkpoint", "import", str(path), "--from", str(source)])
+    return f"import its state before you train: {resume}"
 
 
 def _moved_in(folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -216,15 +238,7 @@ def _data(data: Path | None, model: Path | None, chat: Path | None, option: str)
     file = chat or data
     if file is None:
         return STDLIB + lines
-    if not file.exists():
-        raise ConfigError("there is no such file", where=str(file), remedy="name your data")
-    if file.suffix.lower() in TABLES:
-        remedy = "write it as .jsonl, with one object a line, or as .parquet"
-        raise ConfigError(
-            f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy
-        )
-    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    source = {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
+    source = _source(file)
     if chat is not None:
         source["rows"] = _rows(chat, "preference" if option == "--preferences" else "messages")
     return f"  sources:\n    - {yaml_word(source)}\n{lines}"
@@ -236,6 +250,19 @@ def _warmup_steps(rows: Path) -> int:
         return LONGEST_WARMUP
     with rows.open("rb") as file:
         return min(LONGEST_WARMUP, sum(1 for _ in file) // ROWS_PER_WARMUP_STEP)
+
+
+def _source(file: Path) -> dict[str, Any]:
+    """The source of a file of texts or rows. Raises ConfigError."""
+    if not file.exists():
+        raise ConfigError("there is no such file", where=str(file), remedy="name your data")
+    if file.suffix.lower() in TABLES:
+        remedy = "write it as .jsonl, with one object a line, or as .parquet"
+        raise ConfigError(
+            f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy
+        )
+    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    return {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
 
 
 def _rows(chat: Path, otherwise: str) -> str:

@@ -22,12 +22,12 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.stage_rules import PERSONAL_ITEMS, RULES
 from holdfast.config.sections.stages import StageConfig
 from holdfast.data.filters.chain import Chain
+from holdfast.data.filters.plain import hash_document
 from holdfast.data.filters.shingles import signature
 from holdfast.data.prepare import stage_recipes
 from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.read.files import checksum
 from holdfast.data.stages.near_duplicates import find_near_duplicates
-from holdfast.data.stages.scan_tasks import hash_document
 from holdfast.data.stream.dataset import REMOVED, Dataset
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
@@ -201,7 +201,7 @@ def test_the_order_of_documents_and_units_does_not_change_the_survivors() -> Non
     assert 20 <= len(survivors[0]) < 60
 
 
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"kind": "gopher", "sources": ["web"]},
     {"kind": "length", "max_words": 400},
     {"kind": "personal_data"},
@@ -384,7 +384,7 @@ def test_a_dataset_of_other_stages_is_refused_and_of_other_code_is_said(
 ) -> None:
     sources = corpus(tmp_path / "in", 30)
     make(data_config(tmp_path / "out", *sources, stages=STAGES))
-    others = (
+    others: tuple[tuple[str, list[dict[str, Any]]], ...] = (
         ("stages[3]", [*STAGES[:-1], {"kind": "near_duplicates", "similarity": 0.9}]),
         ("stages[0]", []),
         ("stages[3]", STAGES[:-1]),

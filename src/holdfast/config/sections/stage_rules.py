@@ -31,6 +31,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "length": ("filters/plain.py",),
     "pattern": ("filters/plain.py",),
     "personal_data": ("filters/personal_data.py",),
+    "remove": ("filters/plain.py",),
     "near_duplicates": ("filters/shingles.py", "stages/near_duplicates.py"),
 }
 """Kind -> the files below `holdfast/data` whose code decides what the stage does."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from holdfast.config.sections.base import Section
+from holdfast.config.sections.base import Section, check_each
 from holdfast.config.sections.stage_rules import PERSONAL_ITEMS, RULES
 
 USED_KEYS: dict[str, tuple[str, ...]] = {
@@ -18,6 +18,7 @@ USED_KEYS: dict[str, tuple[str, ...]] = {
     "length": ("min_characters", "max_characters", "min_words", "max_words"),
     "pattern": ("keep", "drop"),
     "personal_data": ("items", "action"),
+    "remove": ("documents",),
     "near_duplicates": ("similarity", "shingle_words"),
 }
 """Kind -> the keys that have a meaning for it."""
@@ -30,7 +31,7 @@ class StageConfig(Section):
     """One stage of cleaning (docs/guide/data-stages.md)."""
 
     kind: Literal[
-        "gopher", "c4", "fineweb", "length", "pattern", "personal_data", "near_duplicates"
+        "gopher", "c4", "fineweb", "length", "pattern", "personal_data", "remove", "near_duplicates"
     ]
     """what the stage does; a key of another kind is refused"""
     sources: tuple[str, ...] = ()
@@ -49,6 +50,10 @@ class StageConfig(Section):
     """personal_data: the kinds of items that are looked for"""
     action: Literal["redact", "drop"] = "redact"
     """personal_data: an item is replaced by its kind, as [EMAIL], or its document is left out"""
+    documents: Annotated[
+        tuple[str, ...], check_each(r"[0-9a-f]{32}", "is no hash: use what data who-read prints")
+    ] = ()
+    """remove: hashes of documents that are left out, as holdfast data who-read prints them"""
     similarity: float = Field(0.8, ge=0.5, le=1)
     """near_duplicates: documents with this share of common shingles are duplicates"""
     shingle_words: int = Field(5, ge=1, le=20)
@@ -69,6 +74,11 @@ class StageConfig(Section):
             yield f"items has {min(unknown)}: use [{', '.join(PERSONAL_ITEMS)}]"
         if self.kind == "personal_data" and not self.items:
             yield f"items is empty: use [{', '.join(PERSONAL_ITEMS)}]"
+        if self.kind == "remove" and not self.documents:
+            yield (
+                f"kind remove has no documents: use documents [{'a' * 32}], with hashes that "
+                "holdfast data who-read prints"
+            )
         if self.kind == "length":
             yield from self._broken_lengths()
         if self.kind == "pattern":

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.data.filters.heuristics import heuristic_stage
 from holdfast.data.filters.personal_data import personal_data_stage
-from holdfast.data.filters.plain import length_stage, pattern_stage
+from holdfast.data.filters.plain import length_stage, pattern_stage, remove_stage
 from holdfast.data.filters.verdict import Stage
 
 _MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
@@ -20,6 +20,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
     "length": length_stage,
     "pattern": pattern_stage,
     "personal_data": personal_data_stage,
+    "remove": remove_stage,
 }
 _EDITORS = ("c4", "personal_data")
 """Kinds that change a document that stays."""

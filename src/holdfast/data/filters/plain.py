@@ -1,9 +1,11 @@
-"""Stages of one rule: the length of a document, and regular expressions."""
+"""Stages of one rule: length, regular expressions, and a list of documents by their hash."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from xxhash import xxh3_128_intdigest
 
 from holdfast.data.filters.verdict import Stage, Verdict
 
@@ -42,3 +44,35 @@ def pattern_stage(recipe: dict[str, Any]) -> Stage:
         return Verdict(text)
 
     return judge
+
+
+def remove_stage(recipe: dict[str, Any]) -> Stage:
+    """Return the stage `remove`: the documents of a list are left out."""
+    names = frozenset(recipe["documents"])
+
+    def judge(text: str) -> Verdict:
+        return Verdict(text, "listed" if document_name(*hash_document(text)[:2]) in names else "")
+
+    return judge
+
+
+def document_name(high: int, low: int) -> str:
+    """Return the xxh3-128 of a document in hexadecimal, from its two halves."""
+    return f"{high:016x}{low:016x}"
+
+
+def hash_document(text: str) -> tuple[int, int, int]:
+    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
+    lead, length = 0, len(text)
+    while lead < length and text[lead].isspace():
+        lead += 1
+    if lead == length:
+        return 0, 0, 0
+    stop = length
+    while text[stop - 1].isspace():
+        stop -= 1
+    body = text.encode()
+    first = len(text[:lead].encode())
+    last = len(body) - len(text[stop:].encode())
+    digest = xxh3_128_intdigest(memoryview(body)[first:last])
+    return digest >> 64, digest & (2**64 - 1), len(body)

@@ -18,6 +18,7 @@ from xxhash import xxh3_128
 
 from holdfast.config.sections.data import DataConfig, SourceConfig
 from holdfast.core.data.special_tokens import KNOWN_ENDS
+from holdfast.data.filters.plain import hash_document
 from holdfast.data.prepare.stage_recipes import stage_recipes, without_code
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
@@ -25,7 +26,6 @@ from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
-from holdfast.data.stages.scan_tasks import hash_document
 from holdfast.data.stream.dataset import MANIFEST, Dataset
 from holdfast.errors import DataError
 

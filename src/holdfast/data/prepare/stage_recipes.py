@@ -21,6 +21,7 @@ import holdfast.data
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.stage_rules import CODE
 from holdfast.data.filters.chain import chain_of
+from holdfast.data.filters.plain import document_name
 from holdfast.data.read.files import checksum, write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
 from holdfast.data.stages.dedup_split import DocumentChoice, DocumentRows
@@ -178,7 +179,7 @@ class StagePreparation:
         near = self._near.in_unit(unit) if self._near is not None else {}
         out = (choice.lots[unit] == DROP) & (raw[unit][:, 2] > 0)
         for place in np.flatnonzero(out).tolist():
-            entry: dict[str, Any] = {"document": document_name(raw[unit][place])}
+            entry: dict[str, Any] = {"document": _name(raw[unit][place])}
             if reason := int(staged.reasons[place]):
                 stage, rule = staged.names[reason - 1]
                 entry |= {"stage": stage, "kind": self._recipes[stage]["kind"], "rule": rule}
@@ -186,12 +187,12 @@ class StagePreparation:
                 other, other_place, estimate = near[place]
                 entry |= {"stage": len(self._recipes) - 1, "kind": "near_duplicates"}
                 entry |= {"rule": "similarity", "similarity": estimate}
-                entry["repeats"] = document_name(raw[other][other_place])
+                entry["repeats"] = _name(raw[other][other_place])
             else:
                 entry["kind"] = "duplicate"
             yield entry
 
 
-def document_name(row: NDArray[np.uint64]) -> str:
-    """Return the xxh3-128 of a document as its source has it, in hexadecimal."""
-    return f"{int(row[0]):016x}{int(row[1]):016x}"
+def _name(row: NDArray[np.uint64]) -> str:
+    """Return the name of a document as its source has it."""
+    return document_name(int(row[0]), int(row[1]))

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128, xxh3_128_intdigest
+from xxhash import xxh3_128
 
 from holdfast.data.filters.chain import Chain
+from holdfast.data.filters.plain import hash_document
 from holdfast.data.filters.shingles import HASHES, signature
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.files import READ_BYTES
@@ -104,23 +105,6 @@ class _StagedRows:
         self._signatures.seek(0)
         while piece := self._signatures.read(READ_BYTES):
             yield piece
-
-
-def hash_document(text: str) -> tuple[int, int, int]:
-    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
-    lead, length = 0, len(text)
-    while lead < length and text[lead].isspace():
-        lead += 1
-    if lead == length:
-        return 0, 0, 0
-    stop = length
-    while text[stop - 1].isspace():
-        stop -= 1
-    body = text.encode()
-    first = len(text[:lead].encode())
-    last = len(body) - len(text[stop:].encode())
-    digest = xxh3_128_intdigest(memoryview(body)[first:last])
-    return digest >> 64, digest & (2**64 - 1), len(body)
 
 
 def read_refused(path: Path) -> list[DataError]:

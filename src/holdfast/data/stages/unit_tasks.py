@@ -189,7 +189,7 @@ def _add_texts(
     """Returns how often the texts spell the end token, which is left out there: it would end its
     document too early."""
     ends = 0
-    for lot, pieces in _encoded(batches, tokenizer):
+    for lot, pieces in encode_documents(batches, tokenizer):
         ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
         kept = [piece[piece != settings.end] for piece in ids]
         ends += sum(map(len, ids)) - sum(map(len, kept))
@@ -275,7 +275,7 @@ def _batches(
         yield batch
 
 
-def _encoded(
+def encode_documents(
     batches: Iterator[list[tuple[int, str]]], tokenizer: Encoder
 ) -> Iterator[tuple[int, Iterator[list[int]]]]:
     """(lot, ids of each piece) of each document. A long document is encoded piece by piece."""
