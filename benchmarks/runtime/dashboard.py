@@ -142,13 +142,14 @@ def measure_server(maker: JournalMaker, rounds: int) -> None:
     board.look(view)
     print(f"first read: {time.perf_counter() - began:.1f} s")
     first = board.news("large", known)
-    spent, floors, sizes = [], [], []
+    spent, floors, sizes, busy = [], [], [], []
     for _ in range(rounds):
         lines = maker.write(maker.next_step())
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.thread_time()
         board.look(view)
         text = board.news("large", known)
         spent.append(1e3 * (time.perf_counter() - began))
+        busy.append(1e3 * (time.thread_time() - computed))
         sizes.append(len(text))
         began = time.perf_counter()
         segment_sizes(store, JOURNAL_PREFIX)
@@ -157,6 +158,7 @@ def measure_server(maker: JournalMaker, rounds: int) -> None:
         floors.append(1e3 * (time.perf_counter() - began))
     print(f"first state: {len(first):,} bytes; a refresh: {median(sizes):,.0f} bytes")
     print(f"server: {_words(spent)}; floor {_words(floors)}; {median(spent) / median(floors):.2f}x")
+    print(f"of the server's time a processor was busy for: {_words(busy)}")
 
 
 def measure_browser(maker: JournalMaker, tab: Browser, rounds: int) -> None:
