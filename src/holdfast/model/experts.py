@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.config.sections.model import ExpertsConfig, ModelConfig
-from holdfast.model.feed_forward import ACTIVATIONS, GatedFeedForward, Linear
+from holdfast.model.feed_forward import ACTIVATIONS, GatedFeedForward, Linear, Product
 
 _GROUPED_MULTIPLE = 8  # elements of a row's alignment that the grouped product asks for
 
@@ -62,13 +62,14 @@ class Router(Linear):
     def __init__(self, dim: int, experts: ExpertsConfig):
         super().__init__(dim, experts.count)
         self._config = experts
+        self.product: Product = F.linear
         self.choice_bias = nn.Parameter(torch.empty(experts.count)) if experts.choice_bias else None
 
     def forward(self, input: Tensor) -> Routing:  # type: ignore[override]
         """input: [T, D]"""
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         config, is_sigmoid = self._config, self._config.scores == "sigmoid"
-        scores = F.linear(input.to(wide), self.weight.to(wide))  # [T, E]
+        scores = self.product(input.to(wide), self.weight.to(wide))  # [T, E]
         parts = scores.sigmoid() if is_sigmoid else scores.softmax(-1)
         ranked = parts.detach()
         if self.choice_bias is not None:

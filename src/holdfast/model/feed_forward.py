@@ -17,6 +17,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(input [..., inputs], weight [outputs, inputs]) -> [..., outputs], as `F.linear`"""
+
 
 class Linear(nn.Linear):
     """x W^T + b, by default without b, and without torch's own random start (see `init.py`).

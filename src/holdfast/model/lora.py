@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from holdfast.config.sections.lora import LoraConfig
 from holdfast.core.sharding.adapters import DOWN, UP
 from holdfast.core.sharding.parameters import SCORE
-from holdfast.model.feed_forward import Linear
+from holdfast.model.feed_forward import Linear, Product
 from holdfast.model.nf4 import Nf4Weight
 
 NONE_CUT: Mapping[str, int] = {}
@@ -33,6 +33,7 @@ class LoraLinear(Linear):
         outputs, inputs = base.weight.shape  # of this rank; base.in_features: of all ranks
         super().__init__(inputs, outputs, base.bias is not None)
         self.is_off = False
+        self.product: Product = F.linear
         self.bias_share = getattr(base, "bias_share", 1.0)
         self.scale, self.dropout = scale, dropout
         self.all_inputs, self.first_input = base.in_features, first_input
@@ -48,7 +49,7 @@ class LoraLinear(Linear):
             # Each rank draws for all inputs, so a mask does not depend on tp.
             drawn = F.dropout(x.new_ones(*x.shape[:-1], self.all_inputs), self.dropout)
             x = x * drawn.narrow(-1, self.first_input, x.shape[-1])
-        added = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        added = self.product(self.product(x, self.lora_A), self.lora_B)
         return super().forward(input) + added * self.scale
 
 

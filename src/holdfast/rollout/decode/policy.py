@@ -22,10 +22,10 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.core.sharding.adapters import adapted_layers
 from holdfast.errors import UserError
 from holdfast.model.decoder import AttentionContext, Decoder
-from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward
+from holdfast.model.experts import ExpertMatrices, Experts, RoutedFeedForward, Router
 from holdfast.model.feed_forward import Linear
 from holdfast.model.generate import nucleus, refuse_sampling
-from holdfast.model.lora import adapters_off, add_adapters, set_base
+from holdfast.model.lora import LoraLinear, adapters_off, add_adapters, set_base
 from holdfast.rollout.decode.attention import BLOCK, TILE, CachedAttention, Place, TileCache
 from holdfast.rollout.decode.source import CompletionSource
 from holdfast.rollout.decode.threads import serial_kernels
@@ -33,6 +33,9 @@ from holdfast.rollout.messages import Begun, Completion, CompletionRequest, Fini
 
 PREFILL = 32  # tokens of a prompt that are read together
 _VECTOR = 64  # elements that a kernel may compute in another way at a tensor's end
+_MIN_OUTPUTS = (
+    16  # of a product. With 11 or fewer, MKL computes odd rows otherwise on some AMD CPUs
+)
 
 
 @dataclass
@@ -94,6 +97,8 @@ class PolicyDecoder(CompletionSource):
         for part in self._model.modules():
             if isinstance(part, RoutedFeedForward):
                 part.run_experts = partial(_run_experts, part.config.top_k)
+            elif isinstance(part, Router | LoraLinear):
+                part.product = _product
         self._dtype = dtype
         self._tiles = [self._new_tile() for _ in range(math.ceil(slots / TILE))]
         self._slots = [_Slot() for _ in range(slots)]
@@ -427,6 +432,17 @@ def _tile_rows(model: ModelConfig) -> int:
     if not any(TILE * width % _VECTOR for width in widths):
         return TILE
     return TILE + math.ceil(_VECTOR / min(widths))
+
+
+def _product(input: Tensor, weight: Tensor) -> Tensor:
+    """As `F.linear`, with outputs of zeros if there are few: then a row's place changes no bit.
+    input: [..., inputs]; weight: [outputs, inputs] -> [..., outputs]"""
+    outputs, inputs = weight.shape
+    if outputs >= _MIN_OUTPUTS:
+        return F.linear(input, weight)
+    columns = weight.new_zeros(inputs, _MIN_OUTPUTS)
+    columns[:, :outputs] = weight.T
+    return F.linear(input, columns.T)[..., :outputs].contiguous()
 
 
 def _run_experts(top_k: int, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:

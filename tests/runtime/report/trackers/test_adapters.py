@@ -25,9 +25,8 @@ from tests.runtime.report.trackers.test_process import (
     log_of,
     python_path,
     spec_of,
-    write_journal,
 )
-from tests.support.journal_builder import loss_at, lossy_run
+from tests.support.journal_builder import append_records, loss_at, lossy_run
 from tests.support.ranks import ROOT, wait_until
 
 SESSIONS = 2
@@ -38,7 +37,7 @@ def deliver_in_sessions(folder: Path, tracker: str, **environment: str) -> None:
     records = lossy_run().records
     split = next(i for i, record in enumerate(records) if record.generation == 3)
     for part in (records[:split], records[split:]):
-        write_journal(folder, part)
+        append_records(folder, part)
         assert deliver(spec_of(folder, tracker, timeout_s=120.0), **environment) == 0, log_of(
             folder
         )
@@ -109,9 +108,9 @@ def test_a_server_of_mlflow_that_stops_and_dies(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "mlflow", timeout_s=30.0, options=options)
     hasty = spec_of(tmp_path, "mlflow", timeout_s=5.0, options=options)
     with mlflow_server(tmp_path, port) as server:
-        write_journal(tmp_path, records[:30])
+        append_records(tmp_path, records[:30])
         assert deliver(spec, 300.0) == 0, log_of(tmp_path)
-        write_journal(tmp_path, records[30:45])
+        append_records(tmp_path, records[30:45])
         os.killpg(server.pid, signal.SIGSTOP)
         assert deliver(hasty, 300.0) == RETRY_EXIT_CODE, log_of(tmp_path)
         assert "start() took longer than 5 s; this is tried again" in log_of(tmp_path)
@@ -125,7 +124,7 @@ def test_a_server_of_mlflow_that_stops_and_dies(tmp_path: Path) -> None:
                 "the second part",
             )
             os.killpg(server.pid, signal.SIGKILL)
-            write_journal(tmp_path, records[45:])
+            append_records(tmp_path, records[45:])
             assert process.wait(300.0) == RETRY_EXIT_CODE, log_of(tmp_path)
     with mlflow_server(tmp_path, port):
         assert deliver(spec, 300.0) == 0, log_of(tmp_path)
@@ -164,13 +163,13 @@ def test_wandb_has_one_run_with_each_step_once(tmp_path: Path) -> None:
 def test_wandb_loses_no_step_if_all_of_its_processes_are_killed(tmp_path: Path) -> None:
     records = lossy_run().records
     split = next(i for i, record in enumerate(records) if record.generation == 3)
-    write_journal(tmp_path, records[:split])
+    append_records(tmp_path, records[:split])
     folder = tmp_path / "trackers" / "wandb" / "wandb"
     spec = spec_of(tmp_path, "wandb", timeout_s=120.0)
     with following(spec) as process:
         wait_until(lambda: list(folder.glob("*/started")), 120.0, "the session")
         os.killpg(process.pid, signal.SIGKILL)
-    write_journal(tmp_path, records[split:])
+    append_records(tmp_path, records[split:])
     assert deliver(spec) == 0, log_of(tmp_path)
     found = sorted(folder.glob("offline-run-*/*.wandb"))
     assert len(found) == SESSIONS
@@ -180,7 +179,7 @@ def test_wandb_loses_no_step_if_all_of_its_processes_are_killed(tmp_path: Path) 
 
 @pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")
 def test_attempts_to_reach_a_server_of_wandb_leave_one_folder(tmp_path: Path) -> None:
-    write_journal(tmp_path, lossy_run().records)
+    append_records(tmp_path, lossy_run().records)
     options = {"mode": "online", "project": "mine"}
     secrets = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4}
     spec = spec_of(tmp_path, "wandb", timeout_s=8.0, options=options)
