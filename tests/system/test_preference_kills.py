@@ -227,7 +227,7 @@ def test_random_kills_change_no_bit(tmp_path: Path, kind: str) -> None:
     assert newest_tensors(alone, steps) == newest_tensors(killed, steps)
     assert curve(alone) == curve(killed)
     audit = within("data", "audit", killed).succeeds()
-    assert f"{6 * steps:,} samples in {steps} steps: none missing, none twice" in audit.out
+    assert f"{6 * steps:,} samples in {steps:,} steps: none missing, none twice" in audit.out
     digests = [{e.digest for e in references(f) if e.digest} for f in (alone, killed)]
     assert digests[0] == digests[1]
     assert len(digests[0]) == (kind == "dpo")
