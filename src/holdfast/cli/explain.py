@@ -7,9 +7,14 @@ from pathlib import Path
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, RunArgument
-from holdfast.launch.run.runs import open_run
+from holdfast.doctor.state import is_at_work
+from holdfast.events import Record
+from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.runs import Run, open_run
 from holdfast.report.causes.explain import explain as find_causes
 from holdfast.report.causes.finding import MODES, Evidence, Finding, LogReader
+from holdfast.report.history.progress import RunProgress
+from holdfast.report.ledger.ordering import order_records
 from holdfast.show.output import print_json, say
 from holdfast.wire.journal import read_journal
 from holdfast.wire.process_log import message_of
@@ -33,14 +38,31 @@ def explain(run: RunArgument, json: Json = False) -> None:
       holdfast explain runs/my-run --json
     """
     found = open_run(run)
-    findings = find_causes(read_journal(found.store), log_reader(found.folder))
+    records = read_journal(found.store)
+    findings = find_causes(records, log_reader(found.folder))
+    is_lost = _is_lost(found, records)
     if json:
-        print_json({"findings": [finding.to_json() for finding in findings]})
+        print_json({"findings": [f.to_json() for f in findings], "is_lost": is_lost})
         return
-    if not findings:
+    if not (findings or is_lost):
         say("nothing went wrong: no worker was lost, and no step, checkpoint or pace was bad")
     for number, finding in enumerate(findings, 1):
         print("\n".join(_lines(number, finding)))
+    if is_lost:
+        print(
+            "the run is not over, and no agent of it is at work: all were killed, or their "
+            "machines are lost\n   runbook: docs/runbooks/run-lost.md"
+        )
+
+
+def _is_lost(run: Run, records: Sequence[Record]) -> bool:
+    """Return whether the journal has no end of the run, and nothing is at work."""
+    progress = RunProgress(run.config.train.steps)
+    for record in order_records(records):
+        progress.observe(record)
+    return not progress.is_over and not is_at_work(
+        run.folder, HolderWatch(run.folder, lambda line: None)
+    )
 
 
 def log_reader(folder: Path) -> LogReader:

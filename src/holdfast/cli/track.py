@@ -16,6 +16,8 @@ from holdfast.errors import UserError
 from holdfast.launch.node.trackers import TRACKER_MODULE, tracker_spec
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.runs import open_run
+from holdfast.report.alerts.webhook import PLACE as WEBHOOK
+from holdfast.report.alerts.webhook import webhook_options
 from holdfast.report.trackers.registry import (
     BUILT_IN,
     check_options,
@@ -60,7 +62,8 @@ def track(
     """
     found = open_run(run)
     asked = [name.strip() for given in to or () for name in given.split(",")]
-    names = list(dict.fromkeys(filter(None, asked))) or list(trackers_of(found.config))
+    own_names = [*trackers_of(found.config), *([WEBHOOK] if found.config.observe.webhook else [])]
+    names = list(dict.fromkeys(filter(None, asked))) or own_names
     if not names:
         raise UserError(
             "the run has no trackers", where=str(run), remedy="name one, for example: --to csv"
@@ -74,6 +77,8 @@ def track(
     for name, kind in kinds.items():
         own = {key: value for key, value in given.items() if _takes(kind, key)}
         options = options_of(name, found.config.logging) | own
+        if name == WEBHOOK:
+            options = webhook_options(found.config) | own
         check_options(name, kind, options, _place(own, name))
         spec = tracker_spec(name, found.config, found.folder, options, "")
         children.append(_Child(name, spec.to_json_line()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -17,6 +18,7 @@ from holdfast.config.loading.load import load_config
 from holdfast.config.sections.run_place import is_bucket
 from holdfast.errors import ConfigError
 from holdfast.show.output import print_json, print_table, say
+from holdfast_platform.governance.signing import find_program
 from holdfast_platform.observe.canary import Canary, describe
 from holdfast_platform.observe.ready import LEAST_STEPS, CheckUp
 
@@ -50,6 +52,8 @@ def make_canary(
     loaded = load_config(run_file, overrides or [])
     if key is not None and not key.is_file():
         raise ConfigError("there is no such key", where=str(key), remedy="name a private key (PEM)")
+    if key is not None:
+        find_program(os.environ)
     config = loaded.config
     place = Path(config.name) if is_bucket(config.run_place) else Path(config.run_folder)
     folder = to or place.with_name(f"{place.name}.ready")

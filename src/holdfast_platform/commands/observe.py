@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -75,6 +76,18 @@ def observe(
     assert to is not None
     from holdfast_platform.observe.folder import observe_files, write_files
 
+    for option, address in (("--page", page), ("--ticket", ticket), ("--chat", chat)):
+        if address and not re.match(r"https?://[^/]", address):
+            raise ConfigError(
+                f"{address!r} is no address of a webhook",
+                where=option,
+                remedy="use https://HOST/PATH",
+            )
+    for option, address in (("--observer", observer), ("--alertmanager", alertmanager)):
+        if not re.fullmatch(r"[^/\s]+:\d{1,5}", address):
+            raise ConfigError(
+                f"{address!r} is no address", where=option, remedy="use HOST:PORT: 127.0.0.1:9401"
+            )
     config, place, step_s = _config_of(run)
     usual = "" if config.observe.webhook == FROM_ENVIRONMENT else config.observe.webhook
     receivers = {"page": page or usual, "ticket": ticket or usual, "chat": chat or usual}
@@ -84,7 +97,7 @@ def observe(
         receivers=receivers,  # type: ignore[arg-type]
         observer=observer,
         alertmanager=alertmanager,
-        runbooks=runbooks,
+        runbooks=runbooks.rstrip("/"),
         step_s=step_s,
     )
     try:

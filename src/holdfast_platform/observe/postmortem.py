@@ -34,7 +34,11 @@ def draft_postmortem(records: Sequence[Record]) -> str:
 
 
 def _summary(history: History) -> Iterator[str]:
-    state = {"running": "is running", "stopped": "was stopped"}.get(history.state, history.state)
+    state = {
+        "running": "is running or was lost (its journal has no end), and was seen last",
+        "empty": "has not begun, and stands",
+        "stopped": "was stopped",
+    }.get(history.state, history.state)
     yield (
         f"The run {state} after step {history.last_step:,}. Of its wall time of "
         f"{format_duration(history.wall)}, {format_percent(history.goodput)} computed steps that "
@@ -119,6 +123,8 @@ def _questions(history: History, findings: Sequence[Finding]) -> Iterator[str]:
         for finding in findings
         if not finding.is_certain or finding.mode is Mode.NOT_KNOWN
     ]
+    if history.state == "running":
+        asked.append("Is the run at work, or were all its agents lost? Ask `holdfast status RUN`.")
     asked += [
         f"Why did training not continue after {_clock_of(history, incident)}?"
         for incident in history.breaks

@@ -303,6 +303,8 @@ def _ask(copy: Copy, *words: str) -> str:
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C ends the canary only after this check-up
+        preexec_fn=die_with_parent(),
     )
     lines = f"{done.stdout}{done.stderr}".strip().splitlines() or ["it printed nothing"]
     if done.returncode:

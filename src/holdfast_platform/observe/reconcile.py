@@ -79,7 +79,7 @@ class _Stay:
 def reconcile(charges: Sequence[Charge], uses: Sequence[RunUse]) -> Reconciled:
     """Take a bill apart by runs. Pure."""
     stays: dict[Machine, list[_Stay]] = {}
-    covered: dict[int, Fraction] = {}  # id of a stay -> seconds that rows of the bill have
+    covered: dict[int, list[tuple[Fraction, Fraction]]] = {}  # id of a stay -> what rows have
     result = Reconciled(
         {use.place: RunBill(use.place) for use in uses},
         sum((charge.cost for charge in charges), Fraction(0)),
@@ -103,7 +103,7 @@ def reconcile(charges: Sequence[Charge], uses: Sequence[RunUse]) -> Reconciled:
         else:
             _share_out(charge, machine, stays[machine], result, covered)
     for each in (one for found in stays.values() for one in found):
-        left = each.end - each.begin - covered.get(id(each), Fraction(0))
+        left = each.end - each.begin - _length(covered.get(id(each), []))
         if left > 0:
             result.runs[each.run.place].unbilled_hours += left / Fraction(HOUR_S)
     return result
@@ -114,7 +114,7 @@ def _share_out(
     machine: Machine,
     stays: Sequence[_Stay],
     result: Reconciled,
-    covered: dict[int, Fraction],
+    covered: dict[int, list[tuple[Fraction, Fraction]]],
 ) -> None:
     """Share a charge by the hour out to the runs that had the machine in its period."""
     inside = [
@@ -126,13 +126,22 @@ def _share_out(
     # More seconds in runs than were billed: two runs shared the machine, or a clock is off.
     whole = max(used, charge.billed_s or Fraction(0))
     for one, start, stop in inside:
-        covered[id(one)] = covered.get(id(one), Fraction(0)) + stop - start
+        covered.setdefault(id(one), []).append((start, stop))
         run = result.runs[one.run.place]
         for kind, seconds in one.run.split(one.stay.node, start, stop).items():
             run.billed[kind] += charge.cost * seconds / whole
     rest = charge.cost * (whole - used) / whole if whole else charge.cost
     if rest:
         result.outside[machine] = result.outside.get(machine, Fraction(0)) + rest
+
+
+def _length(spans: list[tuple[Fraction, Fraction]]) -> Fraction:
+    """Return the seconds of a union: several rows may have the same hour of a machine."""
+    length = until = Fraction(0)
+    for start, stop in sorted(spans):
+        length += max(Fraction(0), stop - max(start, until))
+        until = max(until, stop)
+    return length
 
 
 def _take_by_tag(charge: Charge, uses: Sequence[RunUse], result: Reconciled) -> None:

@@ -215,6 +215,12 @@ class RunsRegistry:
                 "DELETE FROM runs WHERE place = ? OR substr(place, 1, ?) = ?",
                 (place, len(below), below),
             ).rowcount
+            places = [row[0] for row in file.execute("SELECT place FROM places")]
+        above = [each for each in places if place.startswith(f"{each}/")]
+        if above:  # the next look would find it again
+            raise RunFolderError(
+                f"it lies in {above[0]}, which is known", where=place, remedy="forget that one"
+            )
         return known + gone > 0
 
     def places(self) -> list[str]:

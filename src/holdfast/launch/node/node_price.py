@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError, OverBudgetError
+from holdfast.events import BudgetReached
 from holdfast.plan.hardware.cluster_file import HERE, read_cluster
 from holdfast.policy.budget import amount, budget_use, effective_limits
-from holdfast.policy.spending import NodePrice, Spent, meter_of
+from holdfast.policy.spending import NodePrice, Spent, in_order, meter_of
 from holdfast.wire.journal import read_journal
 from holdfast.wire.raised_budget import read_raises
 from holdfast.wire.store.run_store import RunStore
@@ -55,9 +56,14 @@ def refuse_spent_budget(loaded: LoadedConfig, store: RunStore) -> None:
     if not budget.is_set or budget.on_exceed == "warn":
         return
     limits = effective_limits(budget, read_raises(store))
-    meter = meter_of(read_journal(store))
+    records = read_journal(store)
+    meter = meter_of(records)
     use = budget_use(meter.spent(), Spent(), 0.0, limits)
-    if use is None or use.share < 1:
+    events = (record.event for record in in_order(records))
+    stops = [e for e in events if isinstance(e, BudgetReached) and e.action == "stopped"]
+    # It stopped with a little left, too little for a step and a save, and that is still so.
+    is_stopped = bool(stops) and limits.get(stops[-1].limit, math.inf) <= stops[-1].most
+    if use is None or (use.share < 1 and not is_stopped):
         return
     raise OverBudgetError(
         f"the run has used {amount(use.limit, use.used)} of {amount(use.limit, use.most)}",

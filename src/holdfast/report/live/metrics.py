@@ -22,6 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.health import STALLED_AFTER_TIMEOUTS
+from holdfast.errors import UserError
 from holdfast.events import (
     BatchFed,
     CheckpointCaptured,
@@ -106,8 +107,7 @@ class RunFacts:
 
     @staticmethod
     def of(config: RunConfig) -> RunFacts:
-        """Return what a run's configuration says. Raises UserError for a cluster file that is
-        wrong."""
+        """Return what a run's configuration says."""
         return RunFacts(
             config.train.steps,
             config.layout.workers,
@@ -121,7 +121,10 @@ def _price(config: RunConfig) -> float | None:
     """Return dollars an hour of a mean node of `plan.cluster`; None if one has no price."""
     if config.plan.cluster in ("", HERE):
         return None
-    pools = read_cluster(config.plan.cluster).pools
+    try:
+        pools = read_cluster(config.plan.cluster).pools
+    except UserError:  # a finished run, seen from another folder or machine, has no such file
+        return None
     prices = [pool.usd_per_hour for pool in pools if pool.usd_per_hour is not None]
     if len(prices) < len(pools):
         return None
