@@ -85,8 +85,15 @@ def _dataset_tables(path: Path, folder: str) -> Mapping[str, Any]:
     """Return `dataset_info.json` of the trainer's data folder, which lies above its file."""
     for base in path.resolve().parents:
         if (base / folder / TABLES).is_file():
-            found = json.loads((base / folder / TABLES).read_text("utf-8"))
-            return found if isinstance(found, dict) else {}
+            file = base / folder / TABLES
+            try:
+                found = json.loads(file.read_text("utf-8"))
+            except ValueError as error:
+                raise ConfigError(
+                    f"it is not valid JSON ({error})", where=str(file), remedy="mend the file"
+                ) from None
+            rows = found.items() if isinstance(found, dict) else ()
+            return {name: about for name, about in rows if isinstance(about, dict)}
     return {}
 
 

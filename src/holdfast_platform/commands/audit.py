@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,11 +107,19 @@ def record(
     from holdfast_platform.governance.attestation import attest as add_evidence
     from holdfast_platform.governance.attestation import by_command
     from holdfast_platform.governance.record import append, file_hashes, read_record, record_path
-    from holdfast_platform.governance.signing import sign
-    from holdfast_platform.governance.statement import find_statement_problems, write_statement
+    from holdfast_platform.governance.signing import find_program, sign
+    from holdfast_platform.governance.statement import (
+        STATEMENT,
+        find_statement_problems,
+        write_statement,
+    )
 
     found = open_run(run)
     refuse_beside("no --approve", {"--note": note if not approve else ""})
+    if key is not None:  # before a line is added
+        find_program(os.environ)
+        if not key.is_file():
+            raise ConfigError("there is no such key", where=str(key), remedy="name a key's file")
     before = read_record(found.folder)
     licences = _licences(licence or [])
     bodies: list[tuple[str, Mapping[str, Any]]] = []
@@ -134,7 +143,9 @@ def record(
         if attest:
             entries.append(add_evidence(found.folder, by_command(attest)))
     finally:
-        if entries or any(find_statement_problems(found.folder, read_record(found.folder))):
+        is_missing = not record_path(found.folder).with_name(STATEMENT).exists()
+        record = read_record(found.folder)
+        if entries or is_missing or any(find_statement_problems(found.folder, record)):
             write_statement(found.folder)
     if key is not None:
         sign(found.folder, key)

@@ -128,8 +128,12 @@ class StoreRegistry(Registry):
         files = {}
         for path in sorted(path for path in folder.iterdir() if path.is_file()):
             digest = sha256_of(path)
-            with suppress(AlreadyExistsError):  # of another version
-                self._store.create(f"files/{digest}", _pieces(path))
+            key = f"files/{digest}"
+            try:
+                self._store.create(key, _pieces(path))
+            except AlreadyExistsError:  # of another version
+                if self._store.size(key) != path.stat().st_size:
+                    raise _damaged(key) from None
             files[path.name] = {"sha256": digest, "bytes": path.stat().st_size}
 
         def decide(state: State) -> dict[str, Any]:
@@ -150,15 +154,27 @@ class StoreRegistry(Registry):
         with new_folder(to) as partial:
             for name, file in self.state().versions[version]["files"].items():
                 with (partial / name).open("wb") as out:
+                    key = f"files/{file['sha256']}"
                     for start in range(0, file["bytes"], _PIECE_BYTES):
                         piece = bytearray(min(_PIECE_BYTES, file["bytes"] - start))
-                        self._store.read_into(f"files/{file['sha256']}", start, memoryview(piece))
+                        try:
+                            self._store.read_into(key, start, memoryview(piece))
+                        except CorruptError:  # it is shorter than it was
+                            raise _damaged(key) from None
                         out.write(piece)
                 if sha256_of(partial / name) != file["sha256"]:
-                    raise CorruptError(f"{name} of version {version} has other bytes than it had")
+                    raise _damaged(key)
 
     def results(self, version: int) -> TaskResults:
         return KeptResults(self._store, f"results/{version:010d}")
+
+
+def _damaged(key: str) -> RegistryError:
+    return RegistryError(
+        f"{key} has other bytes than it had",
+        where="registry",
+        remedy="restore that file, or remove it and add a version that has it again",
+    )
 
 
 def _index_key(number: int) -> str:

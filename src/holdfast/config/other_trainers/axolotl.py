@@ -13,6 +13,7 @@ from holdfast.config.other_trainers.translation import (
     take_optimizer,
     take_training,
 )
+from holdfast.errors import ConfigError
 
 ROWS = {
     "alpaca": "instruction",
@@ -51,7 +52,7 @@ KNOWN = {
 
 
 def is_axolotl(source: Mapping[str, Any]) -> bool:
-    return "base_model" in source
+    return isinstance(source, Mapping) and "base_model" in source
 
 
 def translate(source: Mapping[str, Any]) -> Translation:
@@ -60,6 +61,9 @@ def translate(source: Mapping[str, Any]) -> Translation:
     if there.take("reinit_weights"):
         there.leave("reinit_weights", "model.from begins with the folder's weights")
     take_training(there, "lr_scheduler", "micro_batch_size", "cosine_min_lr_ratio", "cosine")
+    if not {"bf16", "fp16"} & there.source.keys():
+        there.values["train.precision"] = "bf16"
+        there.notes.append("bf16: axolotl's default takes it if the device can; fp32 is exact")
     take_optimizer(there, "optimizer")
     if "train.steps" not in there.values:
         there.number("num_epochs", "train.epochs", default=1.0)
@@ -123,8 +127,8 @@ def _take_adapter(there: Translation) -> None:
     named = there.take("lora_target_modules")
     linear = there.take("lora_target_linear")
     targets = ["all-linear"] if linear or not named else named
-    rank, alpha = there.take("lora_r", default=8), there.take("lora_alpha", default=16)
-    take_lora(there, rank, alpha, there.take("lora_dropout", default=0.0), targets)
+    rank, alpha = there.number("lora_r", default=8), there.number("lora_alpha", default=16)
+    take_lora(there, rank, alpha, there.number("lora_dropout", default=0.0), targets)
     if four:
         there.values["lora.base_dtype"] = "nf4"
     if eight:
@@ -137,7 +141,12 @@ def _take_data(there: Translation, objective: str) -> None:
     if there.take("sample_packing") is False:
         there.notes.append("sample_packing: rows are packed here, and see their own tokens alone")
     pretraining = there.take("pretraining_dataset") or []
-    rows = [*(there.take("datasets") or []), *pretraining]
+    named = there.take("datasets") or []
+    if not isinstance(named, list) or not all(isinstance(row, Mapping) for row in named):
+        raise ConfigError(
+            "it is no list of datasets", where="datasets", remedy="write it as [{path, type}]"
+        )
+    rows = [*named, *pretraining]
     rows = [{"path": row, "type": "pretrain"} if isinstance(row, str) else row for row in rows]
     sources = []
     for number, row in enumerate(rows):

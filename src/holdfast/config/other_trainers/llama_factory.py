@@ -37,7 +37,7 @@ KNOWN = {
 
 
 def is_llama_factory(source: Mapping[str, Any]) -> bool:
-    return "model_name_or_path" in source and ("stage" in source or "finetuning_type" in source)
+    return isinstance(source, Mapping) and "model_name_or_path" in source
 
 
 def translate(source: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> Translation:
@@ -120,11 +120,12 @@ def _take_adapter(there: Translation) -> None:
     bits = there.take("quantization_bit")
     if kind != "lora":
         return
-    rank = there.take("lora_rank", default=8)
+    rank = there.number("lora_rank", default=8) or 8
     target = there.take("lora_target", default="all")
-    targets = ["all-linear"] if target == "all" else [t.strip() for t in str(target).split(",")]
-    alpha = there.take("lora_alpha", default=2 * int(rank))
-    take_lora(there, rank, alpha, there.take("lora_dropout", default=0.0), targets)
+    named = target.split(",") if isinstance(target, str) else list(target)
+    targets = ["all-linear"] if target == "all" else [str(t).strip() for t in named]
+    alpha = there.number("lora_alpha", default=2 * rank)
+    take_lora(there, rank, alpha, there.number("lora_dropout", default=0.0), targets)
     if bits == 4:
         there.values["lora.base_dtype"] = "nf4"
     elif bits:

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.borders import says_nothing
 from holdfast.config.loading.yaml_tree import dump
+from holdfast.errors import ConfigError
 
 SCHEDULES = {
     "cosine": "cosine",
@@ -57,11 +58,16 @@ class Translation:
         return value
 
     def number(self, key: str, *targets: str, default: float | None = None) -> float | None:
-        """As `take`; a text such as "2e-5" is a number."""
+        """As `take`; a text such as "2e-5" is a number. Raises ConfigError for no number."""
         value = self.take(key, default=default)
         if value is None:
             return None
-        number = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{value!r} is no number", where=key, remedy="write the number that it stands for"
+            ) from None
         for target in targets:
             self.values[target] = number
         return number
@@ -134,7 +140,11 @@ def _take_length(there: Translation) -> None:
     ratio = there.number("warmup_ratio")
     if steps > 0:
         there.values["train.steps"] = steps
-    if warmup is None and ratio and steps > 0:
+    if warmup is not None and 0 < warmup < 1:  # transformers 5 reads it as a share
+        if steps <= 0:
+            there.leave("warmup_steps", "say the number of steps in train.schedule.warmup_steps")
+        warmup = -(-warmup * steps // 1) if steps > 0 else 0
+    elif warmup is None and ratio and steps > 0:
         warmup = -(-ratio * steps // 1)
     elif warmup is None and ratio:
         there.leave("warmup_ratio", "say its steps in train.schedule.warmup_steps")
@@ -169,8 +179,8 @@ def take_optimizer(there: Translation, key: str) -> None:
 
 def take_lora(there: Translation, rank: Any, alpha: Any, dropout: Any, targets: Any) -> None:
     there.values["lora.rank"] = int(rank)
-    there.values["lora.alpha"] = float(alpha)
-    there.values["lora.dropout"] = float(dropout)
+    there.values["lora.alpha"] = alpha
+    there.values["lora.dropout"] = dropout
     there.values["lora.targets"] = targets
 
 

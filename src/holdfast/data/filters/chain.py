@@ -49,6 +49,7 @@ class Chain:
             for (_, stage), (_, recipe) in zip(self._stages, own, strict=True)
             if recipe["kind"] in _EDITORS
         ]
+        self._by_name = {i for i, recipe in own if recipe["kind"] == "remove"}
         near = [recipe for _, recipe in recipes if recipe["kind"] == "near_duplicates"]
         self.shingle_words: int = near[0]["shingle_words"] if near else 0
         """Words of a shingle, if documents are compared with each other."""
@@ -56,7 +57,12 @@ class Chain:
     def judge(self, text: str) -> Outcome:
         """Apply the stages to a document, up to the first that leaves it out."""
         edits: list[tuple[int, str, int]] = []
+        source = text
         for index, stage in self._stages:
+            if index in self._by_name:  # the list has hashes of documents as their source has them
+                if rule := stage(source).rule:
+                    return Outcome(text, index, rule)
+                continue
             verdict = stage(text)
             rule = verdict.rule
             if not rule and verdict.edits and not verdict.text.strip():

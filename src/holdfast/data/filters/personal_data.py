@@ -63,7 +63,8 @@ _CARD_STARTS = re.compile(r"4|5[1-5]|2[2-7]|3[47]|6(?:011|5|4[4-9])|35|30[0-5]|3
 
 
 def _is_email(text: str) -> bool:
-    return not text.lower().rpartition("@")[2].endswith(_DOCUMENTED)
+    domain = "." + text.lower().rpartition("@")[2]
+    return not domain.endswith(tuple(f".{name}" for name in _DOCUMENTED))
 
 
 def is_luhn(digits: str) -> bool:
