@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.document_reads import document_hash
@@ -69,13 +71,16 @@ def test_a_document_of_no_dataset_and_a_missing_file(trained: Trained, tmp_path:
 
 
 def test_a_document_is_removed_by_its_hash(tmp_path: Path) -> None:
-    """A new version of the dataset lacks it, and the list says so."""
-    texts = [f"This is note {number} of those that stay." for number in range(12)]
+    """A new version lacks it, also if another stage changes it. A hash of nothing is named."""
+    texts = [f"Note {number} is from anna{number}@mail.test.de." for number in range(12)]
     source = lines_file(tmp_path / "notes.jsonl", texts)
     before = make(data_config(tmp_path / "a", source))
     name = document_hash(texts[3])
-    stages = [{"kind": "remove", "documents": [name]}]
-    after = make(data_config(tmp_path / "b", source, stages=stages))
+    named = {"kind": "remove", "documents": [name, "f" * 32]}
+    stages: list[dict[str, Any]] = [{"kind": "personal_data"}, named]
+    said: list[str] = []
+    after = prepare_dataset(data_config(tmp_path / "b", source, stages=stages), say=said.append)
+    assert any("names 2 documents, and met 1" in line for line in said)
     assert before.version != after.version
     assert [line["document"] for line in removed(after)] == [name]
     total = [sum(d.counts(split)["documents"] for split in d.splits) for d in (before, after)]

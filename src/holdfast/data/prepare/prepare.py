@@ -322,6 +322,8 @@ class _Preparation:
                 self.say(f"{plan.name}: {plan.unread}")
             for line in self.chat.notes(plan, self._path):
                 self.say(line)
+        for line in self.stages.describe_unmatched(self.plans):
+            self.say(line)
 
     def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:
         path = self.folder / WORK_FOLDER / "tokenizer.json"

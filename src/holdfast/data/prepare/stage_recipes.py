@@ -122,6 +122,19 @@ class StagePreparation:
                     total = sum(counts.values())
                     yield f"{plan.name}: stage {stage} ({recipe['kind']}) {verb} {total:,}: {each}"
 
+    def describe_unmatched(self, plans: Sequence[SourcePlan]) -> Iterator[str]:
+        """Yield a line for each stage that names documents which it did not meet."""
+        for stage, recipe in enumerate(self._recipes):
+            if recipe["kind"] != "remove":
+                continue
+            counts = [self._counts(plan)[0] for plan in plans]
+            met = sum(n for count in counts for (at, _), n in count.items() if at == stage)
+            if met < (number := len(recipe["documents"])):
+                yield (
+                    f"stage {stage} (remove) names {number:,} documents, and met {met:,}; the rest "
+                    f"is in no source, or was left out before: see data.stages.{stage}.documents"
+                )
+
     def write_removed(
         self,
         folder: Path,
