@@ -20,7 +20,7 @@ from holdfast.policy.spending import meter_of
 from holdfast.show.output import print_json, print_table, say
 from holdfast.wire.journal import read_journal
 from holdfast.wire.raised_budget import read_raises, write_raise
-from holdfast_platform.observe.runs import RunEntry, RunsRegistry, default_registry
+from holdfast_platform.observe.runs import STATES, RunEntry, RunsRegistry, default_registry
 
 app = make_app("Find runs by their tags, see what they cost, and raise a budget.")
 
@@ -89,9 +89,7 @@ def forget(places: Places, registry: Registry = None) -> None:
 @app.command("list")
 def list_runs(
     tag: Tags = None,
-    state: Annotated[
-        str, typer.Option(help="running, interrupted, finished, stopped, failed, missing")
-    ] = "",
+    state: Annotated[str, typer.Option(help=", ".join(STATES))] = "",
     anew: Annotated[
         bool, typer.Option("--anew", help="read each journal again, even one that has not grown")
     ] = False,
@@ -107,6 +105,10 @@ def list_runs(
       holdfast runs list --tag team=search
     """
     wanted = parse_tags(tag)
+    if state and state not in STATES:
+        raise ConfigError(
+            f"{state} is no state", where="--state", remedy=f"use one of: {', '.join(STATES)}"
+        )
     rows = [
         entry
         for entry in _open(registry).refresh(anew=anew)

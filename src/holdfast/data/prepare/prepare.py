@@ -237,15 +237,20 @@ class _Preparation:
             rows = self.stages.read(self.units, found)
             names = [plan.name for plan in self.plans]
             sources = [unit.source for unit in self.units]
-            choice = choose_documents(
-                rows,
-                sources,
-                names,
-                self.config.validation_fraction,
-                self.config.deduplicate,
-                self.stages.removed(),
-                self.stages.leave_out if self.stages else None,
-            )
+            try:
+                choice = choose_documents(
+                    rows,
+                    sources,
+                    names,
+                    self.config.validation_fraction,
+                    self.config.deduplicate,
+                    self.stages.removed(),
+                    self.stages.leave_out if self.stages else None,
+                )
+            except DataError:  # nothing is left of a source: the rules that did it are named first
+                for line in (line for plan in self.plans for line in self.stages.describe(plan)):
+                    self.say(line)
+                raise
             self._say_counts(choice)
             known = self._tokenizer(rows, choice)
             self._tokenise(pool, raw, choice, known)

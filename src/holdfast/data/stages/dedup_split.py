@@ -190,7 +190,7 @@ def _require_documents(count: SourceCount, name: str) -> None:
     causes = ", ".join(count.causes())
     remedy = "name files that hold text, or for chats their roles in data.chat.train_on"
     if count.removed:
-        remedy = "see data.stages: holdfast data prepare says what each of its rules left out"
+        remedy = "let the rules of data.stages that are named above leave out less"
     elif count.duplicates > count.own_duplicates:
         remedy = (
             "set data.deduplicate: within_source to keep what other sources have too, or leave "
