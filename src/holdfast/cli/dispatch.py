@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import wraps
 from importlib import import_module
@@ -124,7 +127,7 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
             given_secret_file(os.environ)
         command = typer.main.get_command(import_module(module).app)
         # Not command.main(): it has its own way with Ctrl-C, broken pipes and errors.
-        with command.make_context(program, list(arguments)) as context:
+        with _interrupts_kept(), command.make_context(program, list(arguments)) as context:
             result = command.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -144,6 +147,30 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
         return _report_failure(program, crash.__cause__ or crash, crash.folder)
     except Exception as error:
         return _report_failure(program, error, Path())
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Deliver a Ctrl-C again if the interpreter has dropped it.
+
+    Python ignores exceptions of hooks that it calls while it starts a process, and `logging`
+    has such a hook."""
+    before = sys.unraisablehook
+
+    def again(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            before(unraisable)
+            return
+        # Not in this call: an exception of it would be ignored too.
+        timer = threading.Timer(0.01, _thread.interrupt_main)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _report_failure(program: str, error: BaseException, folder: Path) -> int:

@@ -165,7 +165,7 @@ def test_runs_that_are_complete_are_kept_and_nothing_is_left_running(
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == 130, told
     ended = re.search(
         r"(\d+) of 12 runs are complete, in score/runs; the same command keeps them\n"
         r"holdfast score: interrupted\n$",
