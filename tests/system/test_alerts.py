@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,7 +265,10 @@ def test_each_alert_is_fired_by_its_fault_and_clears(tmp_path: Path) -> None:
 
 
 def show(fault: Fault, scene: Scene) -> None:
-    """Bring a fault about, wait for its alerts, mend it, and wait until they have cleared."""
+    """Bring a fault about, wait for its alerts, mend it, and wait until they have cleared.
+
+    What the last mending fired has to be over: an alert that fires already is not sent again."""
+    wait_until(lambda: is_silent(scene.seen, fault.alerts), what=scene.seen.story)
     before = counts(scene.seen)
     caused = time.monotonic()
     fault.cause(scene)
@@ -288,6 +291,14 @@ def show(fault: Fault, scene: Scene) -> None:
             f"{fault.name}: {name} fired {fired[name]:.1f} s, cleared {cleared:.1f} s", flush=True
         )
     scene.heal()
+
+
+def is_silent(seen: Monitoring, names: Sequence[str]) -> bool:
+    """Return True if no alert fires, and the webhook knows it of these."""
+    sent = counts(seen)
+    return not seen.firing() and all(
+        sent.get((name, "firing"), 0) == sent.get((name, "resolved"), 0) for name in names
+    )
 
 
 def counts(seen: Monitoring) -> Mapping[tuple[str, str], int]:
