@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
+import tarfile
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
-from holdfast.events import StepDone
 from tests.runtime.cli.conftest import Trained, trained
-from tests.support.commands import Outcome, apart, start, within, write_run_file
-from tests.support.followed_run import FollowedRun
+from tests.support.commands import apart, within, write_run_file
+from tests.support.recorded_run import ARCHIVE, STEPS, disturbed_run
+from tests.system.test_golden import GOLDEN, expected, this_machine
 
 __all__ = ["trained"]
 
@@ -79,34 +79,57 @@ def test_what_cannot_be_computed_is_refused(
     within("audit", "replay", trained.folder, *words).refuses_last(said)
 
 
-def disturbed_run(root: Path) -> None:
-    """60 steps of three, two and one workers: three workers and the agent are killed."""
-    path = write_run_file(root, 40)
-    keys = ("train.steps=60", "checkpoint.every_steps=15", "train.digest_every=1")
-    keys += ("train.batch_size=12", "layout.mode=given")
+def judge(found: dict, is_like: bool) -> None:  # type: ignore[type-arg]
+    """All hashes are equal on a like processor; elsewhere the distance is small and stated."""
+    if is_like:
+        assert all(step["recorded"] == step["replayed"] for step in found["steps"])
+        assert found["loss_distance"] == 0
+    else:
+        assert found["unlike"]
+        assert found["loss_distance"] < 1e-6
+        assert found["weight_distance"] < 1e-6
 
-    def train(workers: int, kills: tuple[int, ...], agent_at: int = 0) -> Outcome:
-        words = ("train", path, *keys, f"layout.workers={workers}")
-        run = FollowedRun(root / "run", start(*words))
 
-        def is_done(step: int) -> None:
-            run.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= step)
+def test_a_run_of_another_machine_is_computed_again(tmp_path: Path) -> None:
+    """20 random steps of the run in the archive, which lost workers and its agent. Its ledger is
+    edited at step 13."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    change_events(tmp_path / "run", "batch_fed", 13, edit_ledger)
+    chosen = sorted({13, *random.Random(5).sample([s for s in range(1, STEPS + 1) if s != 13], 19)})
+    words = [word for step in chosen for word in ("--step", str(step))]
+    done = within(
+        "audit", "replay", tmp_path / "run", *words, "--data", tmp_path / "dataset", "--json"
+    )
+    assert done.code == 1, done.err
+    found = json.loads(done.out)
+    assert [(step["step"], step["end"]) for step in found["steps"]] == [(n, n) for n in chosen]
+    assert {step["compared_with"] for step in found["steps"]} == {"digest"}
+    assert [(p["kind"], p["step"]) for p in found["problems"]] == [("ledger", 13)]
+    judge(found, is_like=not found["unlike"])
 
-        for at in kills:
-            is_done(at)
-            os.kill(run.pids[max(run.pids)], signal.SIGKILL)
-        if agent_at:
-            is_done(agent_at)
-            run.process.kill()
-        return run.end()
 
-    train(3, (5, 12), agent_at=24)
-    train(2, (33,)).succeeds()
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("nodes", 12), ("halfway", 5), ("cut", 3)])
+def test_steps_of_golden_runs_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: int
+) -> None:
+    """These runs were made on a machine with AVX2 alone. Their journals name no processor."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    shutil.copytree(GOLDEN / "runs", tmp_path / "runs")
+    words = [word for step in range(1, steps + 1) for word in ("--step", str(step))]
+    with chdir(tmp_path / "runs"):
+        done = within("audit", "replay", name, *words, "--data", "dataset", "--json").succeeds()
+    found = json.loads(done.out)
+    assert [step["step"] for step in found["steps"]] == list(range(1, steps + 1))
+    made_on, here = expected("losses")["machine"], this_machine()
+    judge(found, is_like=all(made_on[k] == here[k] for k in ("torch", "processor")))
 
 
 @pytest.mark.slow
 def test_twenty_random_steps_of_a_disturbed_run_have_the_recorded_hashes(tmp_path: Path) -> None:
-    disturbed_run(tmp_path / "made")
+    keys = ("train.steps=60", "checkpoint.every_steps=15")
+    disturbed_run(tmp_path / "made", keys, agent_at=24, kill_at=33)
     run, data = copied(tmp_path / "made", tmp_path / "copy")
     shutil.rmtree(tmp_path / "made")
     chosen = sorted(random.Random(4).sample(range(1, 61), 20))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -133,6 +134,7 @@ class _Job:
     digests: Mapping[int, Mapping[tuple[int, int], str]]  # as `PublicRecord.digests`
     commits: Mapping[int, str]
     device: str
+    vector_units: str  # that torch is asked for; "": it chooses
     meeting: str = ""  # the file in which ranks meet; "": there is one rank
 
 
@@ -175,11 +177,14 @@ def replay_steps(
     result.bound = bound if bound is not None else BOUNDS.get(config.train.precision, HALF_BOUND)
     if result.unlike:
         plan = plan_stretches(record, steps, run.place, to_checkpoint=True)
+    units = _units_of_run(record, generations, device)
+    if units:
+        result.notes.append(f"computed with the vector units of the run, {units}")
     total = sum(stretch.stop - stretch.start for stretch in plan)
     with closing(_Processes()) as processes:
         for stretch in plan:
             on_progress("steps", result.computed, total)
-            job = _job(run, record, stretch, dataset, threads, device)
+            job = _job(run, record, stretch, dataset, threads, device, units.lower())
             _judge(record, stretch, processes.compute(job), result)
             _audit_ledger(job, record, result)
             result.computed += stretch.stop - stretch.start
@@ -188,14 +193,20 @@ def replay_steps(
 
 
 def _job(
-    run: Run, record: PublicRecord, stretch: Stretch, dataset: str | None, threads: int, device: str
+    run: Run,
+    record: PublicRecord,
+    stretch: Stretch,
+    dataset: str | None,
+    threads: int,
+    device: str,
+    vector_units: str,
 ) -> _Job:
     one = record.replicas(record.generations(stretch))[0]
     layout = Layout.of_mesh(one.mesh_shape, one.stages, is_folded=one.is_folded)
     where = dataset or run.dataset_location
     return _Job(
         *(run.folder, run.config, where, stretch, layout, record.skips, threads),
-        *(record.topologies, record.digests, record.commits, device),
+        *(record.topologies, record.digests, record.commits, device, vector_units),
     )
 
 
@@ -264,6 +275,21 @@ def _describe_here(device: str) -> str:
     return describe_processor(torch.device(device))
 
 
+def _units_of_run(record: PublicRecord, generations: Sequence[int], device: str) -> str:
+    """Return the vector units with which torch computes as it did in the run. "": its own choice.
+
+    A processor with AVX-512 has AVX2 too, and torch's kernels for AVX2 give the bits that they
+    gave on a processor without AVX-512."""
+    import torch
+
+    from holdfast.core.devices import device_kind
+
+    named = {name.split()[1] for g in generations for name in record.processors.get(g, ()) if name}
+    here = torch.backends.cpu.get_cpu_capability()
+    is_like = device_kind(device).is_host and named == {"AVX2"} and here == "AVX512"
+    return "AVX2" if is_like else ""
+
+
 def _compute_rank(job: _Job, rank: int) -> _RankResult:
     _use_settings_of_a_worker(job)
     result = _RankResult()
@@ -291,6 +317,8 @@ def _use_settings_of_a_worker(job: _Job) -> None:
     from holdfast.training.engine import precision
 
     precision.same_products_on_any_threads()
+    if job.vector_units:
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", job.vector_units)
     train = job.config.train
     if not device_kind(job.device).is_host and train.deterministic:
         precision.same_kernels_each_time(compiled=train.compile)

@@ -64,6 +64,8 @@ def replay(
     print(f"\n{result.describe()}")
     for problem in result.problems:
         print(f"  {problem.kind}: {problem.message}")
+    for note in result.notes:
+        print(f"  ({note})")
     for reason in result.unlike:
         print(f"  (bits need not be equal: {reason})")
     return 0 if result.ok else 1
