@@ -39,6 +39,7 @@ from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.config.sections.run_place import is_bucket, local_run_folder
 from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.sections.train import ScheduleConfig, TrainConfig
+from holdfast.options.registry import used_option_keys
 
 
 class RunConfig(Section):
@@ -282,8 +283,6 @@ class RunConfig(Section):
             (self.lora.dropout, f"lora.dropout {self.lora.dropout}", "use lora.dropout 0"),
             (experts is not None, "model.experts", "use a model without experts"),
             (train.batch_warmup, "train.batch_warmup", "remove it"),
-            (train.keep_zeros, "train.keep_zeros true", "use false"),
-            (train.qat != "none", f"train.qat {train.qat}", "use none"),
             (train.epochs, f"train.epochs {train.epochs}", "use train.steps"),
             (train.precision == "fp16", "train.precision fp16", "use bf16 or fp32"),
             (moved, f"train.memory.{moved}", "use device"),
@@ -293,11 +292,7 @@ class RunConfig(Section):
                 f"train.optimizer.name {train.optimizer.name}",
                 f"use one of {', '.join(BUILT_IN)}",
             ),
-            (
-                train.optimizer.state_dtype != "fp32",
-                f"train.optimizer.state_dtype {train.optimizer.state_dtype}",
-                "use fp32",
-            ),
+            *((True, each, "remove it") for each in used_option_keys(self)),
             (layout.reduction == "fast", "layout.reduction fast", "use tree"),
             (self.cluster.loss_jumps == "roll_back", "cluster.loss_jumps roll_back", "use another"),
         ):
