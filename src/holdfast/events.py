@@ -183,10 +183,12 @@ class EmergencyPlanned(Event, kind="emergency_planned"):
     reason: str
 
 
-class RequestsRefused(Event, kind="requests_refused"):
+class RequestsRefused(Event, kind="requests_refused", absent_if_empty={"requests"}):
     """Listeners refused requests since the writer's last such event, latecomers' among them."""
 
     counts: dict[str, dict[str, int]]  # listener -> reason -> how many
+    # listener -> reason -> the newest, "POST /path"; only paths of the listener's own table
+    requests: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class RunStopped(Event, kind="run_stopped"):
