@@ -67,6 +67,8 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
+        "outer": ("average", "every_steps", "learners"),
+        "outer.optimizer": ("learning_rate", "momentum", "name"),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
             *("samples", "source_column", "temperature", "top_p", "version"),

@@ -192,7 +192,7 @@ def describe_passes(config: RunConfig) -> list[str]:
         samples = config.rollout.count * config.rollout.samples
     if not samples:
         return []
-    read = batch_schedule(config.train).position(steps + 1)
+    read = batch_schedule(config.step_train).position(steps + 1)
     return [
         f"{steps:,} steps: {read:,} samples, {passes_text(read / samples)} over {samples:,} samples"
     ]
@@ -275,7 +275,7 @@ def prepare_run_data(
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
-    use = describe_use(dataset, config.data, config.train, config.seed)
+    use = describe_use(dataset, config.data, config.step_train, config.seed)
     use += describe_reference(config, dataset, bool(facts.stored_config.get("objective")))
     return loaded, facts, RunData(version, dataset.location, tuple(use))
 
