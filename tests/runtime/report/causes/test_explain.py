@@ -183,6 +183,18 @@ def test_checkpoints_that_were_refused() -> None:
     assert (damaged.mode, damaged.step, damaged.rank) == (Mode.CHECKPOINT_CORRUPTION, 3, None)
 
 
+def test_a_session_without_an_end_that_was_resumed() -> None:
+    run = trained()
+    lost_at = run.at
+    run.start(resumed=True, pause=60.0)
+    begin(run, "resume")
+    run.stop()
+    run.start(resumed=True)
+    finding = only(explain(run.records), Mode.RUN_LOST, None, "")
+    assert (finding.step, finding.time, finding.is_certain) == (5, lost_at, False)
+    assert [item.place for item in finding.evidence] == ["1/rank0/4", "2/agent/0"]
+
+
 def test_steps_and_states_that_came_out_wrong() -> None:
     why = "step 6: a gradient is not finite on rank 2"
     run = after(trained(), NonFinite(2, "a gradient", "b", step=6), held(2, why), held(0, why))
