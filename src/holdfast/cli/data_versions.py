@@ -226,9 +226,9 @@ def diff(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Say why two datasets differ, and which documents only one of them has.
+    """Say why two datasets differ.
 
-    A document is named by the xxh3-128 of its text as the stages leave it. With --run the steps of
+    The documents that only one of them has are named, too. A document is named by the xxh3-128 of its text as the stages leave it. With --run the steps of
     runs that read documents of BEFORE which AFTER does not have are named. Exit code 1 if the
     versions differ.
 
