@@ -260,6 +260,16 @@ class WeightsDigest(Event, kind="weights_digest"):
     sha256: str
 
 
+class OuterRound(Event, kind="outer_round"):
+    """A rank's part of round `step` of a run with `outer`, after its update. Each rank writes it;
+    `sha256` is the same on all of them, and for any number of workers."""
+
+    rank: int
+    sha256: str  # of all weights
+    learners: list[int]  # that this rank computed; none: it only tells of the weights
+    sent_bytes: int  # of the learners' changes and their sums, that left this rank
+
+
 class StepTraced(Event, kind="step_traced"):
     """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 
