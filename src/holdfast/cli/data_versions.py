@@ -192,9 +192,9 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def versions(dataset: DatasetArgument, json: Json = False) -> None:
-    """List the versions of a dataset, and why each differs from the one before.
+    """List the versions of a dataset, with reasons.
 
-    The versions are the datasets next to it whose sources have the same names.
+    A reason says why a version differs from the one before. The versions are the datasets next to it whose sources have the same names.
 
     \b
     Example:
