@@ -194,7 +194,8 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 def versions(dataset: DatasetArgument, json: Json = False) -> None:
     """List the versions of a dataset, with reasons.
 
-    A reason says why a version differs from the one before. The versions are the datasets next to it whose sources have the same names.
+    A reason says why a version differs from the one before. The versions are the datasets next to
+    it whose sources have the same names.
 
     \b
     Example:
@@ -228,9 +229,9 @@ def diff(
 ) -> int:
     """Say why two datasets differ.
 
-    The documents that only one of them has are named, too. A document is named by the xxh3-128 of its text as the stages leave it. With --run the steps of
-    runs that read documents of BEFORE which AFTER does not have are named. Exit code 1 if the
-    versions differ.
+    The documents that only one of them has are named, too, by the xxh3-128 of their texts as the
+    stages leave them. With --run the steps of runs that read documents of BEFORE which AFTER does
+    not have are named. Exit code 1 if the versions differ.
 
     \b
     Example:
