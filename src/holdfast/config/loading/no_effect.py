@@ -127,6 +127,14 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
                 f"{stage.batch_size} is never used",
                 "remove the stage, or raise train.steps",
             )
+    for index, mix in enumerate(config.data.mix):
+        if mix.from_step > steps:
+            yield (
+                f"data.mix.{index}.from_step",
+                f"{mix.from_step} comes after the last step {steps}, so these weights are never "
+                "used",
+                "remove the item, or raise train.steps",
+            )
     every = config.train.evaluate.every
     if every > steps and _given(loaded, "train.evaluate.every"):
         yield (

@@ -24,11 +24,13 @@ from holdfast.events import (
     Blamed,
     CheckpointSkipped,
     NonFinite,
+    OuterRound,
     SaveInterval,
     StateDiffers,
     StepDone,
     StepTraced,
 )
+from holdfast.parallel.comm.trace import REDUCE
 from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
 from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
@@ -42,7 +44,7 @@ from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
-from holdfast.training.engine.weights_digest import WeightsDigester
+from holdfast.training.engine.weights_digest import WeightsDigester, digest_of_weights
 from holdfast.training.measure.step_profiler import StepProfiler
 from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
@@ -227,6 +229,8 @@ class TrainingLoop:
             settle_seconds,
         )
         engine.on_vote_sent = lambda: reporter.progress(engine.step, "vote")
+        if engine.learners is not None:
+            engine.learners.on_progress = lambda: reporter.progress(engine.step, "compute")
         self.clock = clock
         self.replica_checker: ReplicaChecker | None = None
         self.digester: WeightsDigester | None = None
@@ -332,6 +336,9 @@ class TrainingLoop:
             if digest is not None:
                 self.reporter.emit(digest)
                 watch.lap("digest")
+        if self.config.outer.is_on:
+            self.reporter.emit(self._outer_round(batch))
+            watch.lap("digest")
         # Report the spans of the steps that the run file asks for.
         if self.recorder is not None and self.config.layout.is_traced(step):
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
@@ -348,6 +355,13 @@ class TrainingLoop:
         self.is_pausing = verdict.requests.pause
         self.reporter.progress(step, "data")
         return verdict.requests.stop
+
+    def _outer_round(self, batch: StepShare) -> OuterRound:
+        """What this rank tells of a round."""
+        sha256 = digest_of_weights(self.config, self.engine.state())
+        learners = list(self.engine.plan.share(batch.step))
+        sent = 0 if self.traffic is None else self.traffic.bytes_by_kind.get(REDUCE, 0)
+        return OuterRound(self.rank, sha256, learners, sent, step=batch.step)
 
     def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that
@@ -413,7 +427,7 @@ class TrainingLoop:
             StepDone(
                 loss=verdict.mean_loss,
                 tokens=verdict.tokens,
-                grad_norm=verdict.mean_norm,
+                grad_norm=self.engine.mean_norm(verdict),
                 learning_rate=rate,
                 seconds=sum(phases.values()),
                 samples=self.engine.plan.samples(batch.step),
