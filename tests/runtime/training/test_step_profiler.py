@@ -13,7 +13,7 @@ import torch
 
 from holdfast.config.sections.train import ProfileConfig
 from holdfast.events import Event, StepsProfiled, WeightsDigest
-from holdfast.training.measure.step_profiler import StepProfiler
+from holdfast.training.engine.step_profiler import StepProfiler
 from tests.support.commands import apart, start, within, write_run_file
 from tests.support.followed_run import FollowedRun
 

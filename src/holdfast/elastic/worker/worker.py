@@ -40,8 +40,8 @@ from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.reference import fill_reference
 from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.save_cadence import FailureStats
+from holdfast.training.engine.step_profiler import StepProfiler
 from holdfast.training.engine.vote import Wishes
-from holdfast.training.measure.step_profiler import StepProfiler
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)

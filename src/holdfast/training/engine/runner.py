@@ -42,10 +42,10 @@ from holdfast.training.engine.fallbacks import Fallbacks
 from holdfast.training.engine.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
 from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
+from holdfast.training.engine.step_profiler import StepProfiler
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
 from holdfast.training.engine.weights_digest import WeightsDigester, digest_of_weights
-from holdfast.training.measure.step_profiler import StepProfiler
 from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
 _FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where the run was asked to stop
