@@ -45,6 +45,7 @@ LATER_KEYS = frozenset(
     f"{section}.{name}".lstrip(".")
     for section, names in {
         "": ("branch_of",),
+        "data": ("mix",),
         "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
         "lora": (
             *("adapter_checksum", "alpha", "base_checksum", "base_dtype", "dropout", "rank"),
@@ -161,7 +162,9 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_later(key: str) -> bool:
-    return key in LATER_KEYS or (key.startswith("data.sources.") and key.endswith(".rows"))
+    return key in LATER_KEYS or (
+        key.startswith("data.sources.") and key.endswith((".rows", ".at_end", ".passes"))
+    )
 
 
 def _later_default(key: str) -> Any:
