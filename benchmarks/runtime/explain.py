@@ -40,6 +40,7 @@ from pathlib import Path
 
 from tests.support import sample_tasks
 from tests.support.commands import apart, write_run_file
+from tests.support.monitoring import receiver
 from tests.support.nodes import Nodes, nodes_of
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
@@ -347,16 +348,23 @@ def _seconds(results: Sequence[Result]) -> tuple[str, str]:
 
 
 def undisturbed(minutes: float) -> None:
-    """Train without a failure, and print every finding."""
-    with scene((), random.Random(0)) as at:
+    """Train without a failure, and print every finding, and every alert that a webhook gets."""
+    with receiver() as hook, scene((f"observe.webhook={hook.address}",), random.Random(0)) as at:
         at.start()
         at.train()
         time.sleep(60 * minutes)
         found = explain(at.nodes.records())
         steps = max(at.nodes.losses())
-    print(f"{minutes:g} min undisturbed, {steps:,} steps: {len(found)} findings")
+        alerts = [alert["labels"] for body in hook.bodies for alert in body["alerts"]]
+    pages = sum(labels["severity"] == "page" for labels in alerts)
+    print(
+        f"{minutes:g} min undisturbed, {steps:,} steps: {len(found)} findings, "
+        f"{len(alerts)} messages of alerts, {pages} of them pages"
+    )
     for finding in found:
         print(finding.sentence)
+    for labels in alerts:
+        print(f"{labels['severity']}: {labels['alertname']}")
 
 
 def main() -> None:

@@ -183,10 +183,12 @@ class EmergencyPlanned(Event, kind="emergency_planned"):
     reason: str
 
 
-class RequestsRefused(Event, kind="requests_refused"):
+class RequestsRefused(Event, kind="requests_refused", absent_if_empty={"requests"}):
     """Listeners refused requests since the writer's last such event, latecomers' among them."""
 
     counts: dict[str, dict[str, int]]  # listener -> reason -> how many
+    # listener -> reason -> the newest, "POST /path"; only paths of the listener's own table
+    requests: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class RunStopped(Event, kind="run_stopped"):
@@ -258,11 +260,31 @@ class WeightsDigest(Event, kind="weights_digest"):
     sha256: str
 
 
+class OuterRound(Event, kind="outer_round"):
+    """A rank's part of round `step` of a run with `outer`, after its update. Each rank writes it;
+    `sha256` is the same on all of them, and for any number of workers."""
+
+    rank: int
+    sha256: str  # of all weights
+    learners: list[int]  # that this rank computed; none: it only tells of the weights
+    sent_bytes: int  # of the learners' changes and their sums, that left this rank
+
+
 class StepTraced(Event, kind="step_traced"):
     """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 
     rank: int
     spans: list[list[Any]]
+
+
+class StepsProfiled(Event, kind="steps_profiled"):
+    """A rank's profile of the steps from `first` to `step` is in a file of its node."""
+
+    rank: int
+    first: int
+    path: str
+    request: int = 0  # number of the request; 0: the run file asked for it
+    problem: str = ""  # why there is no file; "": there is one
 
 
 class BatchFed(Event, kind="batch_fed"):

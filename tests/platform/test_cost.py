@@ -17,6 +17,7 @@ import pytest
 from holdfast.errors import DataError
 from holdfast.events import NodesPresent, Record, RunStarted
 from holdfast.policy.spending import meter_of
+from holdfast.report.live.metrics import RunMetrics
 from holdfast_platform.observe.costs import (
     KINDS,
     RunUse,
@@ -29,6 +30,7 @@ from holdfast_platform.observe.focus import BILL, Charge, read_bill
 from holdfast_platform.observe.reconcile import reconcile
 from tests.support.borders import unknown_entries
 from tests.support.commands import within
+from tests.support.dashboards import dashboard_of
 from tests.support.journal_builder import Scribe
 
 HOUR = 3600
@@ -173,7 +175,8 @@ def journal_folder(folder: Path, records: list[Record]) -> Path:
     return folder
 
 
-def test_the_kinds_add_up_over_losses_and_sessions() -> None:
+def disturbed_run() -> Scribe:
+    """Two sessions: in the first a worker is lost, and a spare node of another price waits."""
     run = Scribe()
     run.start()
     run.write(NodesPresent({"a": A, "s": B}))
@@ -189,6 +192,11 @@ def test_the_kinds_add_up_over_losses_and_sessions() -> None:
     run.generate(12, "resume", "commits/x")
     run.steps(13, 20)
     run.finish()
+    return run
+
+
+def test_the_kinds_add_up_over_losses_and_sessions() -> None:
+    run = disturbed_run()
     use = use_of_records(run.records, "r", "r")
     (cost,) = costs_by([use]).values()
     assert float(cost.total) == pytest.approx(meter_of(run.records).spent().usd, rel=1e-12)
@@ -197,6 +205,30 @@ def test_the_kinds_add_up_over_losses_and_sessions() -> None:
     assert min(kinds.values()) > 0
     spare = sum(float(stay.usd or 0) for stay in use.stays if stay.node == "s")
     assert kinds["idle"] == pytest.approx(spare), "the spare node had no rank"
+
+
+def test_metrics_page_and_cost_have_the_same_dollars(tmp_path: Path) -> None:
+    run = disturbed_run()
+    metrics = RunMetrics("r")
+    metrics.replay(run.records)
+    by_class = {
+        sample.labels["class"]: sample.value
+        for family in metrics.refresh().collect()
+        for sample in family.samples
+        if sample.name == "holdfast_cost_usd"
+    }
+    folder = journal_folder(tmp_path / "run", run.records)
+    with dashboard_of(folder) as page:
+        answer = page.get("/state", headers={"Authorization": f"Bearer {page.token}"})
+        state = json.load(answer)
+    (shown,) = json.loads(within("cost", "show", folder, "--json").succeeds().out)
+    assert shown["total_usd"] == pytest.approx(meter_of(run.records).spent().usd, rel=1e-9)
+    assert sum(by_class.values()) == pytest.approx(shown["total_usd"], rel=1e-9)
+    assert state["usd"] == pytest.approx(shown["total_usd"], rel=1e-9)
+    assert state["node_hours"] == pytest.approx(shown["node_hours"], rel=1e-9)
+    for kind, classes in KINDS.items():
+        dollars = sum(by_class[name] for name in classes)
+        assert dollars == pytest.approx(shown["usd"][kind], rel=1e-6), kind
 
 
 @pytest.mark.parametrize("seed", range(20))

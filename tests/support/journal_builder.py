@@ -18,6 +18,7 @@ from holdfast.events import (
     Evaluated,
     Event,
     GenerationStarted,
+    NodesPresent,
     Record,
     RunFinished,
     RunStarted,
@@ -39,6 +40,7 @@ class Scribe:
     at: float = 1_000_000.0
     generation: int = 0
     workers: int = 2
+    price: dict[str, Any] | None = None  # that each node tells; None: none tells any
     records: list[Record] = field(default_factory=list)
     sequences: Counter[str] = field(default_factory=Counter)
 
@@ -64,6 +66,8 @@ class Scribe:
             Layout(self.workers), self.generation, ("a",) * self.workers
         ).to_json()
         self.write(GenerationStarted(topology, reason, key, step=step), after=0.25)
+        if self.price is not None:
+            self.write(NodesPresent({"a": self.price}, step=step))
         for rank in range(self.workers):
             self.write(WorkerStarted(rank, 100 + rank, "a", step=step))
         for rank in range(self.workers):

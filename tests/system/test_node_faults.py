@@ -16,6 +16,7 @@ import pytest
 from holdfast.elastic.protocol.fault_orders import FaultOrders
 from holdfast.events import GenerationStarted, MajorityLacked, RunStopped, StepDone, WorkerStarted
 from tests.support.commands import start, within
+from tests.support.marks import in_campaign
 from tests.support.nodes import QUICK, Nodes, in_bucket, losses_of_one_worker, nodes_of, prepared
 from tests.support.processes import children_of, stop
 from tests.support.small_disk import has_namespaces
@@ -63,7 +64,7 @@ def _start_faulty(nodes: Nodes, fault: str, folder: Path, name: str) -> None:
     nodes.start(name, settings=[f"train.memory.folder={place}"], before=before)
 
 
-@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("returns", [in_campaign(False), True])
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f != "missing")) for f in FAULTS]
 )

@@ -55,7 +55,7 @@ from tests.support.attacker import (
 )
 from tests.support.ranks import ROOT
 
-ATTEMPTS = int(os.environ.get("HOLDFAST_ATTEMPTS", "1200"))
+ATTEMPTS = int(os.environ.get("HOLDFAST_ATTEMPTS", "600"))
 MANY = pytest.param(10_000, marks=pytest.mark.slow)
 SEED = int(os.environ.get("HOLDFAST_ATTEMPTS_SEED", "6"))
 

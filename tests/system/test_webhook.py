@@ -18,8 +18,8 @@ def test_a_run_posts_its_alert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOLDFAST_WEBHOOK_TOKEN", "a-token")
     faults = FaultOrders(tmp_path / "faults")
     faults.prepare()
-    faults.arm(FaultOrder(1, "gradient", "not finite", "backward", step=5, rank=0))
-    settings = ("train.steps=12", "layout.workers=1", f"cluster.faults={faults.folder}")
+    faults.arm(FaultOrder(1, "gradient", "not finite", "backward", step=1, rank=0))
+    settings = ("train.steps=2", "layout.workers=1", f"cluster.faults={faults.folder}")
     with receiver() as hook:
         more = (f"observe.webhook={hook.address}", "observe.every_seconds=0.5")
         apart("train", prepared(tmp_path), *settings, *more, deadline=DEADLINE_S).succeeds()

@@ -12,12 +12,10 @@ import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import run_path
-from holdfast.errors import UserError
 from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.lora_run import describe_first_weights
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run
-from holdfast.plan.hardware.cluster_file import HERE, read_cluster
-from holdfast.report.dashboard.run_view import NodePrice, RunSource
+from holdfast.report.dashboard.run_view import RunSource
 from holdfast.show.output import print_line, say
 
 app = make_app("Show runs in a browser while they train.")
@@ -91,21 +89,5 @@ def source_of(run: Run, name: str) -> RunSource:
         run.store,
         run.config.train.steps,
         lambda: is_holder_gone(watch),
-        price_of_nodes(run.config.plan.cluster),
         describe_first_weights(run.config),
     )
-
-
-def price_of_nodes(cluster: str) -> NodePrice:
-    """Return what a node of `plan.cluster` costs in an hour, if its pools agree."""
-    if cluster in ("", HERE):
-        return NodePrice()
-    try:
-        pools = read_cluster(cluster).pools
-    except UserError as error:
-        return NodePrice(None, f"plan.cluster cannot be read: {error.message}")
-    prices = {pool.usd_per_hour for pool in pools}
-    if len(prices) > 1:
-        return NodePrice(None, f"the pools of plan.cluster ({cluster}) have different prices")
-    price = prices.pop()
-    return NodePrice(price, f"no pool of {cluster} (plan.cluster) gives usd_per_hour")

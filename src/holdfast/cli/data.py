@@ -93,7 +93,7 @@ def inspect(
     """
     config = _decoder_config(run_file, overrides, "data inspect")
     dataset = _prepared(config, run_file, overrides or [])
-    batches = Batches(dataset, config.data, config.train, config.seed)
+    batches = Batches(dataset, config.data, config.step_train, config.seed)
     found = dataset_numbers(dataset) | {"samples": mask_shares(batches)}
     if json:
         print_json(found | {"position": position, "sample": render_sample(batches, position)})
@@ -261,7 +261,7 @@ def _reads_of(run: Run, text: str, last: int) -> dict[str, Any]:
         )
     dataset = open_dataset(run.dataset_location, config.data)
     places = find_document(dataset, text)
-    batches = Batches(dataset, config.data, config.train, config.seed)
+    batches = Batches(dataset, config.data, config.step_train, config.seed)
     reads = find_reads(read_journal(run.store), batches, places)
     names = sorted({f"{dataset.source_names[p.source]} ({p.split})" for p in places})
     kept, lost = (

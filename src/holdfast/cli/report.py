@@ -224,7 +224,7 @@ def baselines_of(run: Run) -> dict[str, float] | None:
         if not dataset.is_version(run.dataset_version):
             say(f"no counts beside the curve: {dataset.place} holds another dataset now")
             return None
-        batches = Batches(dataset, config.data, config.train, config.seed)
+        batches = Batches(dataset, config.data, config.step_train, config.seed)
     except DataError as error:
         say(f"no counts beside the curve: {error}")
         return None

@@ -27,16 +27,19 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.layout import LayoutConfig
 from holdfast.config.sections.logging import LoggingConfig
 from holdfast.config.sections.lora import NF4, NF4_BLOCK, LoraConfig
-from holdfast.config.sections.memory import DEVICE
+from holdfast.config.sections.memory import DEVICE, MOVABLE
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.config.sections.observe import ObserveConfig
+from holdfast.config.sections.optimizer import BUILT_IN, OptimizerConfig
+from holdfast.config.sections.outer import OuterConfig
 from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.config.sections.run_place import is_bucket, local_run_folder
 from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig
-from holdfast.config.sections.train import TrainConfig
+from holdfast.config.sections.train import ScheduleConfig, TrainConfig
+from holdfast.options.registry import used_option_keys
 
 
 class RunConfig(Section):
@@ -64,6 +67,7 @@ class RunConfig(Section):
     rollout: Branch[RolloutConfig] = RolloutConfig()
     objective: Branch[ObjectiveConfig] = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
+    outer: Never[OuterConfig] = OuterConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
     plan: InPlace[PlanConfig] = PlanConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
@@ -123,6 +127,7 @@ class RunConfig(Section):
                 "or balance_loss 0 and z_loss 0"
             )
         yield from self._broken_rules_of_rollout()
+        yield from self._broken_rules_of_outer()
         yield explain_no_architecture(self.model) or ""
         if self.checkpoint.seal and is_bucket(self.folder):
             yield (
@@ -238,6 +243,85 @@ class RunConfig(Section):
                 "rollout.prompts makes rows with room after their end, which must not see each "
                 "other: use data.attention: document"
             )
+
+    def _broken_rules_of_outer(self) -> Iterator[str]:
+        """Those of a run whose learners train apart."""
+        outer, train, layout = self.outer, self.train, self.layout
+        if not outer.is_on:
+            return
+        key = f"outer.learners {outer.learners}"
+        for where, degrees in layout.kinds:
+            for axis in ("pp", "dp_shard", "cp", "tp"):
+                if (degree := getattr(degrees, axis)) > 1:
+                    yield (
+                        f"{key} puts complete learners on a worker, and {where}.{axis} {degree} "
+                        f"cuts the model: use {where}.{axis} 1"
+                    )
+        if train.batch_size % outer.learners:
+            best = max(1, round(train.batch_size / outer.learners)) * outer.learners
+            yield (
+                f"{key} do not divide train.batch_size {train.batch_size}, the samples of an inner "
+                f"step over all learners: use train.batch_size {best}"
+            )
+        share = train.batch_size // outer.learners
+        if train.microbatch_size and share % train.microbatch_size:
+            yield (
+                f"train.microbatch_size {train.microbatch_size} does not divide the {share} "
+                f"samples of a learner's inner step: use train.microbatch_size {share}"
+            )
+        experts, memory = self.model.experts, train.memory
+        moved = next((k for k in MOVABLE if getattr(memory, k) != DEVICE), "")
+        for is_other, what, remedy in (
+            (self.task.name, f"task {self.task.name}", "remove task"),
+            (self.rollout.is_on, "rollout.prompts", "remove it"),
+            (
+                not self.objective.is_next_token,
+                f"objective.kind {self.objective.kind}",
+                "use next_token",
+            ),
+            (self.data.chat.weights, "data.chat.weights true", "use false"),
+            (self.lora.dropout, f"lora.dropout {self.lora.dropout}", "use lora.dropout 0"),
+            (experts is not None, "model.experts", "use a model without experts"),
+            (train.batch_warmup, "train.batch_warmup", "remove it"),
+            (train.epochs, f"train.epochs {train.epochs}", "use train.steps"),
+            (train.precision == "fp16", "train.precision fp16", "use bf16 or fp32"),
+            (moved, f"train.memory.{moved}", "use device"),
+            (memory.activations != DEVICE, "train.memory.activations", "use device"),
+            (
+                train.optimizer.name not in BUILT_IN,
+                f"train.optimizer.name {train.optimizer.name}",
+                f"use one of {', '.join(BUILT_IN)}",
+            ),
+            *((True, each, "remove it") for each in used_option_keys(self)),
+            (layout.reduction == "fast", "layout.reduction fast", "use tree"),
+            (self.cluster.loss_jumps == "roll_back", "cluster.loss_jumps roll_back", "use another"),
+        ):
+            if is_other:
+                yield f"{key} has not been built for {what}: {remedy}, or outer.learners 0"
+
+    @property
+    def step_train(self) -> TrainConfig:
+        """`train` of a step as data, summation and update see it. With learners, a step is a round,
+        a microbatch is all that a learner computes in it, and the update is the outer one."""
+        outer, train = self.outer, self.train
+        if not outer.is_on:
+            return train
+        samples, update = train.batch_size * outer.every_steps, outer.optimizer
+        applied = OptimizerConfig(
+            name="sgd",
+            learning_rate=update.learning_rate,
+            momentum=update.momentum_value,
+            nesterov=update.name == "nesterov",
+            weight_decay=0.0,
+            clip_norm=0.0,
+        )
+        changes = {
+            "batch_size": samples,
+            "microbatch_size": samples // outer.learners,
+            "optimizer": applied,
+            "schedule": ScheduleConfig(kind="constant", warmup_steps=0),
+        }
+        return train.model_copy(update=changes)
 
     @property
     def has_read_reference(self) -> bool:

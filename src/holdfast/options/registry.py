@@ -57,6 +57,12 @@ def run_hooks(config: RunConfig, get: Callable[[Apply], Hook | None]) -> list[Ho
     return [hook for effect in effects if (hook := get(effect)) is not None]
 
 
+def used_option_keys(config: RunConfig) -> list[str]:
+    """Return the keys of the options whose effects a run asks for."""
+    used = _used(_sections(config))
+    return [keys.key for name, keys in zip(OPTIONS, option_keys(), strict=True) if name in used]
+
+
 def _sections(config: RunConfig) -> dict[str, Any]:
     train = config.train
     return {"layout": config.layout, "train": train, "train.optimizer": train.optimizer}

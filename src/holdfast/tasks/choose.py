@@ -64,7 +64,7 @@ def open_audited(config: RunConfig, dataset: str | Path) -> tuple[AuditedBatches
         return TaskBatches(_load_same(config), config), []
     opened = open_dataset(dataset, config.data)
     key = config.objective.reference.key
-    batches = Batches(opened, config.data, config.train, config.seed, reference=key)
+    batches = Batches(opened, config.data, config.step_train, config.seed, reference=key)
     return batches, find_problems(opened)
 
 

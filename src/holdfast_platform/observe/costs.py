@@ -1,7 +1,7 @@
 """What runs cost, by what their time went to: node-hours of the journal times the prices in it.
 
 Every sum is exact (`fractions.Fraction`), and is rounded to cents once, so that a table adds up.
-A node's time is that of the ranks on it (`report.ledger.rankledger`), which work side by side.
+What a node's time went to is split by `report.ledger.nodetimes`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from holdfast.events import Record, RunStarted
 from holdfast.launch.run.runs import Run
-from holdfast.policy.spending import HOUR_S, NodeStay, meter_of
+from holdfast.policy.spending import HOUR_S, NodeStay, SpendMeter
+from holdfast.report.ledger.nodetimes import NodeTimes
 from holdfast.report.ledger.ordering import order_records
-from holdfast.report.ledger.rankledger import RANK_CLASSES, RankInterval, RankLedger
+from holdfast.report.ledger.rankledger import RANK_CLASSES, RankLedger
 from holdfast.wire.journal import read_journal
 
 K = TypeVar("K")
@@ -45,15 +46,6 @@ def exact(value: float) -> Fraction:
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """What a node's time went to from `start` to `stop`, in seconds since 1970."""
-
-    start: Fraction
-    stop: Fraction
-    seconds: Split  # they add up to stop - start
-
-
-@dataclass(frozen=True)
 class RunUse:
     """The stays of a run's nodes, and what their time went to."""
 
@@ -61,23 +53,13 @@ class RunUse:
     name: str
     tags: Mapping[str, str]  # of the newest session
     stays: tuple[NodeStay, ...]
-    segments: Mapping[str, tuple[_Segment, ...]]  # by node
+    times: NodeTimes[Fraction]
 
     def split(self, node: str, start: Fraction, stop: Fraction) -> Split:
-        """Return seconds of a node by kind; they add up to stop - start. Time in which none of the
-        run's ranks was on the node is idle."""
+        """Return seconds of a node by kind; they add up to stop - start."""
         found = dict.fromkeys(KINDS, Fraction(0))
-        for segment in self.segments.get(node, ()):
-            shared = min(stop, segment.stop) - max(start, segment.start)
-            if shared > 0:
-                part = shared / (segment.stop - segment.start)
-                for kind, seconds in segment.seconds.items():
-                    found[kind] += part * seconds
-        rest = stop - start - sum(found.values())
-        if rest < 0:  # clocks of two coordinators differ
-            scale = (stop - start) / (stop - start - rest)
-            return {kind: seconds * scale for kind, seconds in found.items()}
-        found["idle"] += rest
+        for name, seconds in self.times.split({node}, start, stop).items():
+            found[_KIND_OF[name]] += seconds
         return found
 
 
@@ -87,38 +69,14 @@ def use_of(run: Run) -> RunUse:
 
 
 def use_of_records(records: Sequence[Record], place: str, name: str) -> RunUse:
-    ledger = RankLedger()
-    ordered = order_records(records)
-    for record in ordered:
-        ledger.observe(record)
-    starts = [record for record in ordered if isinstance(record.event, RunStarted)]
+    ledger, meter = RankLedger(), SpendMeter()
     tags: Mapping[str, str] = {}
-    if starts and isinstance(event := starts[-1].event, RunStarted):
-        tags = event.tags
-    zero = exact(starts[0].time) if starts else Fraction(0)
-    return RunUse(
-        place, name, tags, meter_of(records).stays, _segments(ledger.times().intervals(), zero)
-    )
-
-
-def _segments(intervals: Iterable[RankInterval], zero: Fraction) -> dict[str, tuple[_Segment, ...]]:
-    """Return each node's segments: the mean of its ranks, which work side by side."""
-    together: dict[tuple[str, float, float], list[RankInterval]] = {}
-    for each in intervals:
-        if each.node and each.stop > each.start:
-            together.setdefault((each.node, each.start, each.stop), []).append(each)
-    found: dict[str, list[_Segment]] = {}
-    for (node, start, stop), ranks in together.items():
-        sums = dict.fromkeys(KINDS, Fraction(0))
-        for rank in ranks:
-            for name, seconds in rank.seconds.items():
-                sums[_KIND_OF[name]] += exact(seconds)
-        length, total = exact(stop) - exact(start), sum(sums.values())
-        if total > 0:
-            scaled = {kind: seconds * length / total for kind, seconds in sums.items()}
-            begin = zero + exact(start)
-            found.setdefault(node, []).append(_Segment(begin, begin + length, scaled))
-    return {node: tuple(segments) for node, segments in found.items()}
+    for record in order_records(records):
+        ledger.observe(record)
+        meter.observe(record)
+        if isinstance(record.event, RunStarted):
+            tags = record.event.tags
+    return RunUse(place, name, tags, meter.stays, NodeTimes(ledger, exact))
 
 
 @dataclass

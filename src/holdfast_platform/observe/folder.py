@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from holdfast.config.run import RunConfig
+from holdfast.plan.hardware.cluster_file import HERE, read_cluster
 from holdfast.report.alerts.catalogue import ALERTS, Severity
 from holdfast.report.alerts.objectives import objective_alerts
-from holdfast.report.live.metrics import RunFacts
 from holdfast_platform.observe.boards import boards
 from holdfast_platform.observe.rules import (
     RUNBOOKS,
@@ -52,7 +52,8 @@ def observe_files(
     """
     of_objectives, reasons = objective_alerts(config.observe.objectives, step_s)
     alerts = [*ALERTS.values(), *of_objectives]
-    is_priced = RunFacts.of(config).usd_per_node_hour is not None
+    pools = () if config.plan.cluster in ("", HERE) else read_cluster(config.plan.cluster).pools
+    is_priced = any(pool.usd_per_hour is not None for pool in pools)
     files = {
         "prometheus.yml": _yaml(prometheus_config(observer, alertmanager, scale)),
         "rules.yml": _yaml(rule_groups(alerts, runbooks, scale)),

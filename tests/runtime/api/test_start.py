@@ -12,6 +12,7 @@ from holdfast.api.start import start
 from holdfast.config.run import RunConfig
 from holdfast.launch import local
 from tests.support.commands import write_run_file
+from tests.support.marks import in_campaign
 
 LEFT_OPEN = ("device=auto", "layout.workers=0", "train.microbatch_size=auto")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -49,7 +50,9 @@ def validations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [in_campaign(way) if way == "an optimizer by its path" else way for way in WAYS]
+)
 def test_a_start_validates_its_configuration_twice_at_most(
     way: str, tmp_path: Path, validations: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

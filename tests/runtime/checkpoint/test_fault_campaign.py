@@ -19,7 +19,7 @@ from tests.support.checkpoint_faults.catalog import FAULTS, FULL_DISK, Case, cas
 from tests.support.ranks import rank_values
 from tests.support.small_disk import has_namespaces, run_on_small_disk
 
-PARTS = 6
+PARTS = 12
 CHILDREN = (
     "kill",
     "power",

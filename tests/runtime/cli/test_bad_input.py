@@ -271,7 +271,7 @@ def test_a_full_disk_for_the_run_folder_then_room(trained: Trained, tmp_path: Pa
     [
         ["train", "{run_file}", "folder={place}/run"],
         ["data", "prepare", "{run_file}", "data.folder={place}/set"],
-        ["report", "{run}", "--output", "{place}/page.html"],
+        in_campaign(["report", "{run}", "--output", "{place}/page.html"], id="report"),
         in_campaign(["export", "{run}", "--to", "{place}/model"], id="export"),
         ["init", "{place}/new.yaml"],
     ],

@@ -188,12 +188,14 @@ def test_what_may_change_in_place_is_no_part_of_the_identity_and_all_else_is() -
     assert decisive <= changed
     missing = changed - decisive - set(DATASET_KEYS) - set(LATER_KEYS)
     parts = (
+        "data.mix.",
         "data.stages.",
         "model.",
         "rollout.rewards.*.",
         "rollout.prompts.*.",
     )  # of later keys that are lists
-    assert {key for key in missing if not key.startswith(parts)} == {"data.sources.*.rows"}
+    later = {f"data.sources.*.{name}" for name in ("rows", "at_end", "passes")}
+    assert {key for key in missing if not key.startswith(parts)} == later
     assert SCHEDULE_STEPS in decisive
 
 

@@ -410,7 +410,7 @@ def test_a_dataset_of_other_stages_is_refused_and_of_other_code_is_said(
     monkeypatch.setattr(stage_recipes, "code_digest", lambda kind: kind)
     said: list[str] = []
     prepare_dataset(data_config(tmp_path / "out", *sources, stages=STAGES), say=said.append)
-    assert any("the code of data.stages[0] (gopher)" in line for line in said)
+    assert any("data.stages[0] (gopher: code)" in line for line in said)
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _first_loss(run: Path) -> float:
 
 
 @pytest.mark.parametrize(
-    "layout", ["{workers: 1}", "{workers: 2, dp_shard: 2}", in_campaign("{pp: 2}")]
+    "layout", [in_campaign("{workers: 1}"), "{workers: 2, dp_shard: 2}", in_campaign("{pp: 2}")]
 )
 def test_the_first_loss_is_that_of_the_folder_s_model(root: Path, layout: str) -> None:
     """New adapters add nothing, so the first loss of PEFT and TRL is the base's."""
@@ -78,6 +78,7 @@ def test_the_shape_alone_is_a_key(root: Path, tmp_path: Path) -> None:
     assert "from initial weights" in done.out
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_other_weights_keeps_them(root: Path, tmp_path: Path) -> None:
     """With initial ones, as `model.from` meant once, or with those of an import."""
     run, imported = tmp_path / "run", tmp_path / "imported"

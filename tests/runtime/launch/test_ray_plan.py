@@ -42,6 +42,7 @@ from holdfast.launch.owners.ray.plan import (
     node_states,
 )
 from tests.support.commands import apart, within, write_run_file
+from tests.support.marks import in_campaign
 from tests.support.ranks import ROOT
 
 A, B = ("node-0",), ("node-1",)
@@ -282,11 +283,15 @@ def test_the_status_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert owner.status(job_at("head:6379")) == [], "Ray does not know the job"
 
 
-def test_an_address_that_hangs_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:6379", in_campaign("ray://localhost:10001")])
+def test_an_address_that_hangs_is_refused(tmp_path: Path, address: str) -> None:
     run_file = write_run_file(tmp_path)
-    for address in ("127.0.0.1:6379", "ray://localhost:10001"):
-        done = apart("launch", run_file, "--on", "ray", f"launch.ray.address={address}")
-        done.refuses("launch.ray.address", "use the address that ray start --head prints")
+    done = apart("launch", run_file, "--on", "ray", f"launch.ray.address={address}")
+    done.refuses("launch.ray.address", "use the address that ray start --head prints")
+
+
+def test_keys_of_ray_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
     done = apart("launch", run_file, "--on", "ray", "launch.ray.address=head")
     done.refuses("launch.ray.address", "HOST:PORT")
     done = apart("launch", run_file, "--on", "ray", "launch.ray.cpus=0")

@@ -36,6 +36,7 @@ from holdfast.wire.secret import open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import TERM_PATH, create_generation, create_term
 from tests.support.commands import apart, start
+from tests.support.marks import in_campaign
 from tests.support.nodes import QUICK, nodes_of
 from tests.support.ranks import DEADLINE_S, wait_until
 
@@ -317,7 +318,7 @@ def test_of_two_agents_of_one_name_the_older_ends_with_a_sentence(
         nodes.leave("a", "b")
 
 
-@pytest.mark.parametrize("length", [64, 300])
+@pytest.mark.parametrize("length", [64, in_campaign(300)])
 def test_a_node_whose_name_is_too_long_makes_no_folder(
     run_file: Path, tmp_path: Path, length: int
 ) -> None:

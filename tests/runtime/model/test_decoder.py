@@ -14,6 +14,7 @@ from torch import Tensor
 from holdfast.model.decoder import Attention, Decoder
 from holdfast.model.documents import DocumentAttention, document_positions
 from holdfast.model.rotary import RotaryTable, frequencies, rotate
+from tests.support.marks import in_campaign
 from tests.support.models import SCALING, SHAPES, config, decoder, lively, tokens
 
 
@@ -171,7 +172,7 @@ def test_precisions_agree(shape: str) -> None:
     assert (half.double() - wanted).abs().max() < 0.1 * scale
 
 
-@pytest.mark.parametrize("shape", ["llama_grouped_scaled", "qwen3_tied"])
+@pytest.mark.parametrize("shape", ["llama_grouped_scaled", in_campaign("qwen3_tied")])
 def test_block_compiles_without_a_break(shape: str) -> None:
     model, text = lively(config(**SHAPES[shape])), tokens(2, 16)
     plain = model(text)

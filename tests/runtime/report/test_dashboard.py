@@ -26,7 +26,7 @@ MAX_PAGE_BYTES = 100_000  # of all files, before data
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs in one folder: one with a loss that is over, one that trains."""
     runs = tmp_path_factory.mktemp("runs")
-    store_run(runs / "lossy", lossy_run().records, 30)
+    store_run(runs / "lossy", lossy_run(price={}).records, 30)
     store_run(runs / "young", _young().records, 100)
     return runs
 
@@ -44,7 +44,9 @@ def test_the_stream_has_what_the_report_has(served: Served, folder: Path) -> Non
     assert [step for step, _ in state["curve"]["points"]] == [point.step for point in story.steps]
     assert [[step for step, _ in ghost] for ghost in state["curve"]["ghosts"]] == [[11, 12, 13]]
     assert (state["tokens"], state["tokens_again"]) == (story.tokens, story.recomputed_tokens)
-    assert sum(seconds for _, seconds, _ in state["classes"]) == pytest.approx(story.wall)
+    fleet = {name: value for name, value in story.ranks.fleet_totals().items() if value > 0}
+    assert {name: value for name, value, _ in state["classes"]} == pytest.approx(fleet)
+    assert state["fleet_s"] == pytest.approx(sum(fleet.values())) == pytest.approx(2 * story.wall)
     titles = [each["title"] for each in state["incident_list"]]
     assert titles == [each.title for each in reversed(story.incidents)]
     running = story.wall - story.time["stopped"]
@@ -135,10 +137,8 @@ def test_it_listens_on_this_machine_alone(served: Served) -> None:
         socket.create_connection((_other_address(), served.port), 10)
 
 
-def test_a_price_of_the_cluster_file_gives_dollars(tmp_path: Path) -> None:
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text("pools:\n  a: {nodes: 2, device: A100-80, devices: 1, usd_per_hour: 36}\n")
-    store_run(tmp_path / "run", lossy_run().records, 30, f"plan.cluster={cluster}")
+def test_prices_of_the_journal_give_dollars(tmp_path: Path) -> None:
+    store_run(tmp_path / "run", lossy_run(price={"usd_per_hour": 36.0}).records, 30)
     with dashboard_of(tmp_path / "run") as found:
         state = _read_state(found.events())
     assert state["usd"] == pytest.approx(36 * state["node_hours"])

@@ -267,8 +267,8 @@ def test_what_was_read_is_kept_until_it_is_old() -> None:
 
 
 def test_requeues_costs_and_recoveries_are_counted() -> None:
-    facts = RunFacts(steps=40, workers=2, usd_per_node_hour=36.0, epoch_samples=60)
-    run = lossy_run()
+    facts = RunFacts(steps=40, workers=2, epoch_samples=60)
+    run = lossy_run(price={"usd_per_hour": 36.0})
     found = metrics_of(run, facts=facts)
     assert found["holdfast_requeues_total"] == 1
     assert found["holdfast_recoveries_total,result=ok"] == 1

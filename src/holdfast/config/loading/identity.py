@@ -45,6 +45,7 @@ LATER_KEYS = frozenset(
     f"{section}.{name}".lstrip(".")
     for section, names in {
         "": ("branch_of",),
+        "data": ("mix",),
         "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
         "lora": (
             *("adapter_checksum", "alpha", "base_checksum", "base_dtype", "dropout", "rank"),
@@ -66,6 +67,8 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
+        "outer": ("average", "every_steps", "learners"),
+        "outer.optimizer": ("learning_rate", "momentum", "name"),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
             *("samples", "source_column", "temperature", "top_p", "version"),
@@ -158,7 +161,9 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_later(key: str) -> bool:
-    return key in LATER_KEYS or (key.startswith("data.sources.") and key.endswith(".rows"))
+    return key in LATER_KEYS or (
+        key.startswith("data.sources.") and key.endswith((".rows", ".at_end", ".passes"))
+    )
 
 
 def _later_default(key: str) -> Any:

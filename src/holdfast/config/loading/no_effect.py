@@ -127,6 +127,14 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
                 f"{stage.batch_size} is never used",
                 "remove the stage, or raise train.steps",
             )
+    for index, mix in enumerate(config.data.mix):
+        if mix.from_step > steps:
+            yield (
+                f"data.mix.{index}.from_step",
+                f"{mix.from_step} comes after the last step {steps}, so these weights are never "
+                "used",
+                "remove the item, or raise train.steps",
+            )
     every = config.train.evaluate.every
     if every > steps and _given(loaded, "train.evaluate.every"):
         yield (
@@ -158,6 +166,13 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
         yield (
             "layout.trace_step",
             f"{config.layout.trace_step} comes after the last step {steps}, so nothing is recorded",
+            f"use {steps} or less",
+        )
+    profiled = config.train.profile.steps
+    if profiled is not None and profiled[0] > steps:
+        yield (
+            "train.profile.steps",
+            f"{list(profiled)} comes after the last step {steps}, so nothing is profiled",
             f"use {steps} or less",
         )
 

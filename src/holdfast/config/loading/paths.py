@@ -3,8 +3,9 @@
 A path of the run file starts at the run file's folder, so that the same file means the same from
 any current folder. A path of the command line starts at the current folder, as in a shell.
 
-`data.sources.*.path` and `data.tokenizer.path` stay as they are written, because they are a part of
-a run's identity. `place` of their sections says where they lie. All other paths are replaced.
+`data.sources.*.path`, `data.tokenizer.path` and the paths of `data.stages` stay as they are
+written, because they are a part of a run's identity. `place` of their sections says where they lie.
+All other paths are replaced.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ FREE_PATHS = (
 PLACES = (
     "data.tokenizer.path",
     "data.sources.*.path",
+    "data.stages.*.texts.*.path",
+    "data.stages.*.function",
     "rollout.prompts.*.path",
     "rollout.rewards.*.path",
     "evaluate.tasks.*.path",
@@ -141,7 +144,16 @@ def with_places(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
         source.at(places.get(f"data.sources.{i}.path")) for i, source in enumerate(data.sources)
     )
     tokenizer = data.tokenizer.at(places.get("data.tokenizer.path"))
-    located: DataConfig = data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+    stages = tuple(
+        stage.at(
+            places.get(f"data.stages.{i}.function"),
+            [places.get(f"data.stages.{i}.texts.{j}.path") for j in range(len(stage.texts))],
+        )
+        for i, stage in enumerate(data.stages)
+    )
+    located: DataConfig = data.model_copy(
+        update={"sources": sources, "tokenizer": tokenizer, "stages": stages}
+    )
     files = {
         key: tuple(
             entry.at(places.get(f"rollout.{key}.{i}.path"))
@@ -171,6 +183,11 @@ def paths_of(config: RunConfig) -> Iterator[tuple[str, str]]:
     for index, source in enumerate(config.data.sources):
         if source.path is not None:
             yield f"data.sources.{index}.path", source.path
+    for index, stage in enumerate(config.data.stages):
+        for number, texts in enumerate(stage.texts):
+            yield f"data.stages.{index}.texts.{number}.path", texts.path
+        if stage.function is not None:
+            yield f"data.stages.{index}.function", stage.function
     for index, prompts in enumerate(config.rollout.prompts):
         yield f"rollout.prompts.{index}.path", prompts.path
     for index, reward in enumerate(config.rollout.rewards):

@@ -33,6 +33,10 @@ class SourceConfig(Section):
     docs/guide/fine-tuning.md, and of the last two docs/guide/preference-data.md"""
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
+    at_end: Literal["repeat", "leave", "stop"] = "repeat"
+    """after `passes` passes over the source. repeat: the next pass begins. leave: its share goes to
+    the other sources. stop: the run ends before the first step that needs another sample of it"""
+    passes: int = Field(1, ge=1, description="passes before at_end leave or stop")
     _place: str | None = PrivateAttr(None)
 
     @property
@@ -55,9 +59,30 @@ class SourceConfig(Section):
                 f"{', '.join(CHAT_KINDS)}"
             )
 
+        if self.at_end == "repeat" and self.passes > 1:
+            yield "passes has no effect with at_end repeat: use at_end: leave, or at_end: stop"
+
     @property
     def is_chat(self) -> bool:
         return self.rows != "text"
+
+    @property
+    def mix_name(self) -> str:
+        return self.name or self.kind
+
+
+class MixStage(Section):
+    """From step `from_step` on, other weights of sources."""
+
+    from_step: int = Field(ge=1, description="must rise from item to item")
+    weights: dict[str, float] = Field(min_length=1)
+    """source's name -> share of the samples, relative to the rest; 0: none. A source that is not
+    named keeps its weight"""
+
+    def broken_rules(self) -> Iterator[str]:
+        for name, weight in self.weights.items():
+            if weight < 0:
+                yield f"weights.{name} {weight:g} is negative: use 0 or more"
 
 
 class TokenizerConfig(Section):
@@ -111,6 +136,8 @@ class DataConfig(Section):
     cache_gb: InPlace[float] = Field(100, gt=0)
     """most that `cache` holds; shards that were not used for the longest time go"""
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
+    mix: Branch[tuple[MixStage, ...]] = ()
+    """weights of sources that change at a step (docs/guide/data.md)"""
     tokenizer: TokenizerConfig = TokenizerConfig()
     chat: ChatConfig = ChatConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
@@ -140,6 +167,7 @@ class DataConfig(Section):
 
     def broken_rules(self) -> Iterator[str]:
         yield from self._broken_stages()
+        yield from self._broken_mix()
         if not self.has_chat:
             return
         if self.attention != "document":
@@ -158,8 +186,29 @@ class DataConfig(Section):
         if self.tokenizer.path is None:
             yield "chat data needs the tokenizer of a model: use tokenizer.path, or model.from"
 
+    def mix_weights(self) -> list[dict[str, float]]:
+        """The weight of each source by its name: that of `sources`, then those of each stage of
+        `mix`."""
+        found = [{source.mix_name: source.weight for source in self.sources}]
+        for stage in self.mix:
+            found.append({**found[-1], **stage.weights})
+        return found
+
+    def _broken_mix(self) -> Iterator[str]:
+        names = [source.mix_name for source in self.sources]
+        for index, stage in enumerate(self.mix):
+            if unknown := sorted(set(stage.weights) - set(names)):
+                yield f"mix.{index}.weights has {unknown[0]}, no source: use {', '.join(names)}"
+            if index and stage.from_step <= (before := self.mix[index - 1].from_step):
+                yield (
+                    f"mix.{index}.from_step {stage.from_step} must be above the one before it: "
+                    f"use {before + 1} or more"
+                )
+            if not any(self.mix_weights()[index + 1].values()):
+                yield f"mix.{index}.weights are all 0: use a weight above 0 for one source"
+
     def _broken_stages(self) -> Iterator[str]:
-        names = [source.name or source.kind for source in self.sources]
+        names = [source.mix_name for source in self.sources]
         for index, stage in enumerate(self.stages):
             if unknown := sorted(set(stage.sources) - set(names)):
                 yield (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from holdfast.config.sections.base import Section, check_each
 from holdfast.config.sections.stage_rules import PERSONAL_ITEMS, RULES
@@ -19,6 +19,10 @@ USED_KEYS: dict[str, tuple[str, ...]] = {
     "pattern": ("keep", "drop"),
     "personal_data": ("items", "action"),
     "remove": ("documents",),
+    "language": ("languages", "min_probability"),
+    "perplexity": ("texts", "order", "min_perplexity", "max_perplexity"),
+    "contamination": ("texts", "ngram_words", "min_matches"),
+    "function": ("function",),
     "near_duplicates": ("similarity", "shingle_words"),
 }
 """Kind -> the keys that have a meaning for it."""
@@ -27,11 +31,48 @@ JOINS = ("near_duplicates",)
 """Kinds that compare documents with each other. They come last."""
 
 
+class StageTexts(Section):
+    """Texts that documents are compared with. They do not become a part of the dataset."""
+
+    kind: Literal["text", "jsonl", "csv", "parquet"] = "text"
+    """how they are read, as in data.sources"""
+    path: str
+    """file, folder or glob"""
+    name: str | None = Field(None, description="name in counts; the file's name if left out")
+    field: str = Field("text", description="field of JSON, or column, that holds the text")
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> str:
+        """The place of `path` (`config.loading.paths`); the path itself without a run file."""
+        return self._place or self.path
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+    def at(self, place: str | None) -> StageTexts:
+        located = self.model_copy()
+        located._place = place
+        return located
+
+
 class StageConfig(Section):
     """One stage of cleaning (docs/guide/data-stages.md)."""
 
     kind: Literal[
-        "gopher", "c4", "fineweb", "length", "pattern", "personal_data", "remove", "near_duplicates"
+        "gopher",
+        "c4",
+        "fineweb",
+        "length",
+        "pattern",
+        "personal_data",
+        "remove",
+        "language",
+        "perplexity",
+        "contamination",
+        "function",
+        "near_duplicates",
     ]
     """what the stage does; a key of another kind is refused"""
     sources: tuple[str, ...] = ()
@@ -54,10 +95,43 @@ class StageConfig(Section):
         tuple[str, ...], check_each(r"[0-9a-f]{32}", "is no hash: use what data who-read prints")
     ] = ()
     """remove: hashes of documents that are left out, as holdfast data who-read prints them"""
+    languages: Annotated[
+        tuple[str, ...], check_each(r"[a-z]{2,3}", "is no code of a language: use one such as en")
+    ] = ()
+    """language: codes of the languages that stay, as in ISO 639"""
+    min_probability: float = Field(0.5, ge=0, le=1)
+    """language: a document whose language is less certain is left out"""
+    texts: tuple[StageTexts, ...] = ()
+    """perplexity: what its model is trained on; contamination: the evaluation sets"""
+    order: int = Field(3, ge=1, le=5, description="perplexity: words of an n-gram of its model")
+    min_perplexity: float = Field(0, ge=0)
+    """perplexity: a document that is easier to predict is left out"""
+    max_perplexity: float = Field(0, ge=0)
+    """perplexity: a document that is harder to predict is left out; 0: none"""
+    ngram_words: int = Field(13, ge=3, le=50, description="contamination: words of an n-gram")
+    min_matches: int = Field(1, ge=1)
+    """contamination: a document with so many n-grams of an evaluation set is left out"""
+    function: str | None = None
+    """function: FILE.py:NAME, path of a Python file and a function in it"""
     similarity: float = Field(0.8, ge=0.5, le=1)
     """near_duplicates: documents with this share of common shingles are duplicates"""
     shingle_words: int = Field(5, ge=1, le=20)
     """near_duplicates: words of a shingle"""
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The file and the name of `function`; the file as it is written without a run file."""
+        file, _, name = (self._place or self.function or "").rpartition(":")
+        return file, name
+
+    def at(self, function: str | None, texts: Sequence[str | None]) -> StageConfig:
+        """Return the stage whose files are known: the place of `function`, and of each text."""
+        located = self.model_copy(
+            update={"texts": tuple(t.at(p) for t, p in zip(self.texts, texts, strict=True))}
+        )
+        located._place = function
+        return located
 
     def broken_rules(self) -> Iterator[str]:
         used = ("kind", "sources", *USED_KEYS[self.kind])
@@ -79,10 +153,31 @@ class StageConfig(Section):
                 f"kind remove has no documents: use documents [{'a' * 32}], with hashes that "
                 "holdfast data who-read prints"
             )
+        yield from self._broken_comparisons()
         if self.kind == "length":
             yield from self._broken_lengths()
         if self.kind == "pattern":
             yield from self._broken_patterns()
+
+    def _broken_comparisons(self) -> Iterator[str]:
+        if self.kind == "language" and not self.languages:
+            yield "kind language has no languages: use languages [en], with codes of ISO 639"
+        if self.kind in ("perplexity", "contamination") and not self.texts:
+            yield f"kind {self.kind} has no texts: use texts [{{path: texts.txt}}]"
+        labels = [entry.label for entry in self.texts]
+        if repeated := [label for label in labels if labels.count(label) > 1]:
+            yield f"texts has the name {repeated[0]} twice: use name to give each its own"
+        if self.kind == "perplexity" and not self.min_perplexity and not self.max_perplexity:
+            yield "kind perplexity has no limit: use max_perplexity 1000, or min_perplexity"
+        if 0 < self.max_perplexity < self.min_perplexity:
+            yield (
+                "min_perplexity is above max_perplexity, so nothing would stay: use min_perplexity "
+                f"{self.max_perplexity:g}"
+            )
+        if self.kind == "function" and not re.fullmatch(r".+\.py:\w+", self.function or ""):
+            yield (
+                f"function {self.function!r} is no file and name: use the form cleaning.py:is_kept"
+            )
 
     def _broken_lengths(self) -> Iterator[str]:
         if not any(getattr(self, name) for name in USED_KEYS["length"]):
@@ -105,7 +200,13 @@ class StageConfig(Section):
                 )
 
     def recipe(self) -> dict[str, Any]:
-        """Return what of the entry decides the result: JSON-safe, its kind first."""
+        """Return what of the entry decides the result: JSON-safe, its kind first. Paths do not:
+        what lies there does."""
         names = ("kind", *(("sources",) if self.sources else ()), *USED_KEYS[self.kind])
         values = self.model_dump(mode="json")
+        values["texts"] = [
+            {"kind": entry.kind, "name": entry.label, "field": entry.field} for entry in self.texts
+        ]
+        if self.function is not None:
+            values["function"] = self.function.rpartition(":")[2]
         return {name: values[name] for name in names}

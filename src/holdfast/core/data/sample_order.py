@@ -3,7 +3,8 @@
 Three maps follow each other, each a pure function of the run file and the dataset:
 
     step      -> positions   BatchSchedule   the batch may be warmed up
-    position  -> source      Mixture         weights as a repeating pattern
+    position  -> source      Mixture         weights as a repeating pattern; each change of the
+                                             weights begins another one
     ordinal   -> sample      SampleOrder     a keyed permutation per source and epoch
 
 A *position* counts samples of the run from 0; an *ordinal* counts those of one source. Nothing here
@@ -12,9 +13,13 @@ knows a rank, a world size or a generation.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +29,9 @@ from holdfast.core.seeds import key_seed
 from holdfast.errors import ConfigError
 
 MAX_MIXTURE_BLOCK = 10_000
+MAX_EXACT_BLOCK = 100_000
+NEVER = 1 << 62
+"""A position that no run reaches."""
 
 
 class BatchSchedule:
@@ -98,13 +106,34 @@ class Mixture:
                 where="data.sources",
                 remedy="raise it, or leave the source out",
             )
-        self.counts = _smallest_counts(shares)
-        self.block = sum(self.counts)
-        counts = self.counts
+        counts = _smallest_counts(shares)
         # Places of each source in a block: its k-th sample as near as can be to (k + 1/2) / count.
         source = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-        self._pattern = source[np.lexsort((source, due))]
+        self._index(counts, source[np.lexsort((source, due))])
+
+    @classmethod
+    def exact(cls, weights: Sequence[float], where: str) -> Mixture:
+        """A mixture of just these weights, of which some may be 0. At each position the count of
+        a source differs from its share by less than one. Raises ConfigError for weights whose
+        block would have more than MAX_EXACT_BLOCK positions, or that are all 0."""
+        fractions = [Fraction(str(weight)) for weight in weights]
+        scale = lcm(*(each.denominator for each in fractions))
+        whole = [int(each * scale) for each in fractions]
+        counts = [each // max(1, gcd(*whole)) for each in whole]
+        if not 0 < sum(counts) <= MAX_EXACT_BLOCK:
+            what = "are all 0" if not sum(counts) else "have too many digits"
+            raise ConfigError(
+                f"the weights {', '.join(f'{weight:g}' for weight in weights)} {what}",
+                where=where,
+                remedy=f"use whole numbers with a sum of at most {MAX_EXACT_BLOCK}, one above 0",
+            )
+        mixture = cls.__new__(cls)
+        mixture._index(counts, _chairman_pattern(counts))
+        return mixture
+
+    def _index(self, counts: list[int], pattern: NDArray[np.int64]) -> None:
+        self.counts, self.block, self._pattern = counts, sum(counts), pattern
         hits = self._pattern[None, :] == np.arange(len(self.counts))[:, None]
         # _before[i, k]: how often source i stands in the first k places of the block
         self._before = np.zeros((len(self.counts), self.block + 1), dtype=np.int64)
@@ -128,6 +157,44 @@ class Mixture:
         """Return how many positions in [0, position) belong to `source`."""
         block, place = divmod(position, self.block)
         return block * self.counts[source] + int(self._before[source, place])
+
+    def position_of(self, source: int, ordinal: int) -> int:
+        """Return the position of a source's sample `ordinal`; NEVER if its weight is 0."""
+        if not self.counts[source]:
+            return NEVER
+        block, rest = divmod(ordinal, self.counts[source])
+        place = int(np.searchsorted(self._before[source], rest + 1)) - 1
+        return block * self.block + place
+
+
+def _chairman_pattern(counts: Sequence[int]) -> NDArray[np.int64]:
+    """A block in which no source is ever a full place away from its share.
+
+    Of the samples that are not too early, the one with the earliest deadline comes next (Tijdeman,
+    The chairman assignment problem, 1980)."""
+    block = sum(counts)
+    active = [source for source, count in enumerate(counts) if count]
+    step = max(1, 2 * len(active) - 2)
+
+    def first_place(source: int, number: int) -> int:
+        """Sample `number` of a source is too early before this place."""
+        return -(-block * (step * number + 1) // (step * counts[source])) - 1
+
+    early = [(first_place(source, 0), source, 0) for source in active]
+    heapq.heapify(early)
+    ready: list[tuple[int, int, int]] = []
+    each = {source: lcm(*(counts[a] for a in active)) // counts[source] for source in active}
+    pattern = np.empty(block, dtype=np.int64)
+    for place in range(block):
+        while early and early[0][0] <= place:
+            _, source, number = heapq.heappop(early)
+            deadline = (step * (number + 1) - 1) * each[source]
+            heapq.heappush(ready, (deadline, source, number))
+        _, source, number = heapq.heappop(ready)
+        pattern[place] = source
+        if number + 1 < counts[source]:
+            heapq.heappush(early, (first_place(source, number + 1), source, number + 1))
+    return pattern
 
 
 def _smallest_counts(shares: Sequence[float]) -> list[int]:
@@ -157,34 +224,145 @@ class SamplePlace:
     sample: int
 
 
+@dataclass(frozen=True)
+class MixChange:
+    """From position `start` on, these weights. where: the key of the run file that says so."""
+
+    start: int
+    weights: tuple[float, ...]
+    where: str = "data.mix"
+
+
+@dataclass(frozen=True)
+class SourceEnd:
+    """What happens after `samples` samples of a source: its share goes to the other sources, or
+    the run stops before it needs another one."""
+
+    samples: int
+    then: Literal["leave", "stop"]
+
+
+@dataclass(frozen=True)
+class MixPart:
+    """Positions [start, next part) with one mixture. before[s]: samples of source s in all earlier
+    parts. ended: the source whose end began this part."""
+
+    start: int
+    mixture: Mixture
+    before: tuple[int, ...]
+    ended: int | None = None
+
+
 class SampleOrder:
     """position -> (source, epoch, sample) for sources of `sizes` samples.
 
     Every epoch of a source is its own permutation, keyed by (seed, source, epoch). An epoch holds
     each sample exactly once, and no epoch repeats the order of another.
+
+    changes: other weights from a position on; positions rise. ends: of each source, or None for one
+    that is repeated without end. What a change or an end does begins at its position, so none of
+    them moves a sample before it. `length`: positions that there are, NEVER if no end stops the
+    run. `stopped_by`: the source that does.
     """
 
-    def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float]):
+    def __init__(
+        self,
+        seed: int,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        changes: Sequence[MixChange] = (),
+        ends: Sequence[SourceEnd | None] = (),
+    ):
         if len(sizes) != len(weights) or min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)} and weights {list(weights)} do not fit")
         self.seed = seed
         self.sizes = tuple(sizes)
-        self.mixture = Mixture(weights)
+        self.length, self.stopped_by = NEVER, 0
+        self._ends = tuple(ends) or (None,) * len(sizes)
+        self.parts: list[MixPart] = []
+        begun = [MixChange(0, tuple(weights), "data.sources"), *changes]
+        starts = [change.start for change in changes] + [NEVER]
+        for number, (change, stop) in enumerate(zip(begun, starts, strict=True)):
+            if change.start < stop:
+                self._add_parts(change, stop, is_first=number == 0)
+        self._starts = [part.start for part in self.parts]
+
+    def _add_parts(self, change: MixChange, stop: int, *, is_first: bool) -> None:
+        """The parts of positions [change.start, stop), one more for each source that leaves."""
+        start, ended = change.start, None
+        weights = [0.0 if self._is_over(s, start) else w for s, w in enumerate(change.weights)]
+        while start < min(stop, self.length):
+            if not any(weights) and any(change.weights):
+                self.length = start
+                self.stopped_by = change.weights.index(max(change.weights))
+                return
+            is_plain = is_first and ended is None
+            mixture = Mixture(weights) if is_plain else Mixture.exact(weights, change.where)
+            before = tuple(self.count_before(s, start) for s in range(len(self.sizes)))
+            self.parts.append(MixPart(start, mixture, before, ended))
+            rest = [
+                (source, end.then, end.samples - before[source])
+                for source, end in enumerate(self._ends)
+                if end is not None and weights[source]
+            ]
+            next_at = {
+                s: start + mixture.position_of(s, n) for s, then, n in rest if then == "stop"
+            }
+            last_at = [
+                (start + mixture.position_of(s, n - 1), s) for s, then, n in rest if then == "leave"
+            ]
+            last, ended = min(last_at, default=(stop, None))
+            for source, at in next_at.items():
+                if at < min(last + 1, stop, self.length):
+                    self.length, self.stopped_by = at, source
+            if ended is None:
+                return
+            start, weights[ended] = last + 1, 0.0
+
+    def _is_over(self, source: int, position: int) -> bool:
+        end = self._ends[source]
+        return (
+            end is not None
+            and end.then == "leave"
+            and self.count_before(source, position) >= end.samples
+        )
+
+    def count_before(self, source: int, position: int) -> int:
+        """Return how many positions in [0, position) belong to `source`."""
+        for part in reversed(self.parts):
+            if part.start <= position:
+                within = part.mixture.count_before(source, position - part.start)
+                return part.before[source] + within
+        return 0
 
     def permutation(self, source: int, epoch: int) -> Permutation:
         return Permutation(self.sizes[source], key_seed(self.seed, "order", source, epoch))
 
     def place(self, position: int) -> SamplePlace:
-        source, ordinal = self.mixture.assign(position)
-        epoch, index = divmod(ordinal, self.sizes[source])
-        return SamplePlace(source, epoch, self.permutation(source, epoch)(index))
+        source, epoch, sample = (int(each[0]) for each in self.places(position, position + 1))
+        return SamplePlace(source, epoch, sample)
+
+    def _assign(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.int64], ...]]:
+        """Sources and ordinals of the positions [start, stop), part by part."""
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            part = self.parts[at]
+            end = self._starts[at + 1] if at + 1 < len(self.parts) else stop
+            positions = np.arange(start - part.start, min(stop, end) - part.start, dtype=np.int64)
+            source, ordinal = part.mixture.assign_many(positions)
+            yield source, ordinal + np.asarray(part.before, dtype=np.int64)[source]
+            start, at = end, at + 1
 
     def places(
         self, start: int, stop: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Sources, epochs and samples [n] of the positions [start, stop)."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        source, ordinal = self.mixture.assign_many(positions)
+        """Sources, epochs and samples [n] of the positions [start, stop). Raises IndexError for a
+        position that the sources' ends leave no sample for."""
+        if stop > self.length:
+            raise IndexError(f"the sources end at position {self.length:,}, before {stop:,}")
+        empty = np.empty(0, dtype=np.int64)
+        pieces = list(self._assign(start, stop)) or [(empty, empty)]
+        source, ordinal = (np.concatenate(each) for each in zip(*pieces, strict=True))
         epoch, index = np.divmod(ordinal, np.asarray(self.sizes, dtype=np.int64)[source])
         sample = np.empty_like(index)
         for pair in set(zip(source.tolist(), epoch.tolist(), strict=True)):

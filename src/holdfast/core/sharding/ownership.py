@@ -28,6 +28,7 @@ from holdfast.core.sharding.state_table import (
     TensorSpec,
     cut_box,
     holders_along_cp,
+    learner_box,
     stages_of,
 )
 from holdfast.layout import Replica, Topology, coordinates_of, index_of
@@ -77,7 +78,10 @@ class Ownership:
             for mesh_rank, rank in enumerate(saver.ranks)
         }
         self._rows: dict[_HolderKey, list[int]] = {}
+        self._learner_rows = [number for number, spec in enumerate(table) if spec.of_learners]
         for number, spec in enumerate(table):
+            if spec.of_learners:
+                continue  # its replicas hold unlike parts, each of which has one owner
             self._rows.setdefault(self._holder_key(spec), []).append(number)
         self._merged: dict[tuple[_HolderKey, ...], list[int]] = {}
         self._cuts: dict[tuple[_Cut, int, int, int], Box] = {}
@@ -96,6 +100,7 @@ class Ownership:
             for row, owner, box in self._shares_of(places, rows):
                 if owner == share:
                     owned[row] = box
+        owned.update(self._learner_boxes(rank))
         return tuple(owned[row] for row in sorted(owned))
 
     def by_rank(self) -> Iterator[tuple[int, tuple[Box, ...]]]:
@@ -110,16 +115,30 @@ class Ownership:
                 holders = self._holders(places)
                 for row, owner, box in self._shares_of(places, rows):
                     owned.setdefault(holders[owner], {})[row] = box
+        for rank in self._at if self._learner_rows else ():
+            owned.setdefault(rank, {}).update(self._learner_boxes(rank))
         for rank, rows_of in owned.items():
             yield rank, tuple(rows_of[row] for row in sorted(rows_of))
 
     def owners(self, box: Box, spec: TensorSpec) -> tuple[int, ...]:
         """The ranks whose shares could touch a box of a tensor: a few too many, none too few."""
+        if spec.of_learners:
+            return tuple(
+                rank for rank in sorted(self._at) if self._learner_box(spec, rank).overlaps(box)
+            )
         stages = stages_of(spec, self._kind)
         key = (stages, _cut_of(spec), box.offsets, box.lengths)
         if key not in self._touched:  # the blocks of a model are alike
             self._touched[key] = self._owners(box, spec, stages)
         return self._touched[key]
+
+    def _learner_box(self, spec: TensorSpec, rank: int) -> Box:
+        return learner_box(spec, self.topology, self.topology.replica_of(rank).index)
+
+    def _learner_boxes(self, rank: int) -> dict[int, Box]:
+        """What a rank owns of the rows `of_learners`, by row: all that it holds."""
+        boxes = {row: self._learner_box(self.table[row], rank) for row in self._learner_rows}
+        return {row: box for row, box in boxes.items() if box.size}
 
     def _owners(self, box: Box, spec: TensorSpec, stages: tuple[int, ...]) -> tuple[int, ...]:
         found: set[int] = set()
@@ -141,6 +160,8 @@ class Ownership:
         """
         seen: set[tuple[_HolderKey, _Cut]] = set()
         for spec in self.table:
+            if spec.of_learners:
+                continue  # dealt without a gap
             kind = (self._holder_key(spec), _cut_of(spec))
             if kind in seen:
                 continue

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import adapter_shardings, lora_parameters
-from holdfast.core.sharding.optimizer_state import velocity_rows
+from holdfast.core.sharding.optimizer_state import optimizer_rows, velocity_rows
 from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
@@ -29,6 +30,7 @@ from holdfast.core.sharding.state_table import (
     StateTable,
     TensorSpec,
     lagged_policy_rows,
+    learner_rows,
     parameter_table,
     with_optimizer_state,
 )
@@ -128,7 +130,10 @@ def run_parameter_table(config: RunConfig) -> StateTable:
 def run_state_table(config: RunConfig) -> StateTable:
     """All state tensors: parameters first, then what the optimizer keeps, and the schedule."""
     train, parameters = config.train, run_parameter_table(config)
-    rows = with_optimizer_state(parameters, train.optimizer, train.precision)
+    rows = with_optimizer_state(parameters, config.step_train.optimizer, train.precision)
+    if config.outer.is_on:
+        kept = chain(*optimizer_rows(train.optimizer, parameters))
+        rows += learner_rows(tuple(kept), config.outer.learners)
     if config.layout.keeps_velocity:
         rows += velocity_rows(parameters)
     return rows + lagged_policy_rows(parameters, config.rollout.lag if config.rollout.is_on else 0)

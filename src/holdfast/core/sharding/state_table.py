@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.parameters import EXPERTS, decoder_parameters
+from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.core.sharding.sharding_table import chunk_range, component_part, sharding_table
 from holdfast.layout import Coordinate, Replica, Topology
 
@@ -57,6 +59,7 @@ class TensorSpec:
     positions: the stages that hold these positions of the model hold the tensor; (): all do.
     ep: of experts: the ranks along dp_shard and cp that share them, at most (`layout.ep`).
     tp_degree: that of its component along tp; 0: it has none of its own.
+    of_learners: dim 0 numbers the learners of `outer`. A replica holds those that it computes.
     """
 
     name: str
@@ -68,6 +71,7 @@ class TensorSpec:
     positions: tuple[int, ...] = ()
     ep: int = 1
     tp_degree: int = 0
+    of_learners: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -82,15 +86,17 @@ class TensorSpec:
             self.tp_dim,
             self.tp_units,
             list(self.positions),
-            *([self.ep] if self.ep > 1 or self.tp_degree else []),
-            *([self.tp_degree] if self.tp_degree else []),
+            *([self.ep] if self.ep > 1 or self.tp_degree or self.of_learners else []),
+            *([self.tp_degree] if self.tp_degree or self.of_learners else []),
+            *([True] if self.of_learners else []),
         ]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> TensorSpec:
         """Rows of format 1 end with `shard_dim`. `ep` is there only if it is above 1 or
-        `tp_degree` follows. Raises ValueError for what is no row."""
-        if len(value) not in (4, 7, 8, 9):
+        `tp_degree` follows, and `tp_degree` if it is not 0 or `of_learners` follows. Raises
+        ValueError for what is no row."""
+        if len(value) not in (4, 7, 8, 9, 10):
             raise ValueError(f"a row of the table has {len(value)} entries: {value}")
         name, dtype, shape, shard_dim = value[:4]
         if dtype not in ITEM_BYTES:
@@ -106,6 +112,7 @@ class TensorSpec:
             tuple(int(p) for p in positions),
             int(value[7]) if len(value) > 7 else 1,
             int(value[8]) if len(value) > 8 else 0,
+            bool(value[9]) if len(value) > 9 else False,
         )
 
 
@@ -156,6 +163,25 @@ def lagged_policy_rows(parameters: StateTable, lag: int) -> StateTable:
         replace(row, name=f"{lagged_policy_prefix(age)}{row.name}")
         for age in range(1, lag + 1)
         for row in parameters
+    )
+
+
+LEARNER_PREFIX = "learners."
+
+
+def learner_rows(state: StateTable, learners: int) -> StateTable:
+    """The rows of what each learner keeps. state: the rows of the optimizer of one."""
+    return tuple(
+        replace(
+            row,
+            name=LEARNER_PREFIX + row.name,
+            shape=(learners, *row.shape),
+            shard_dim=None,
+            tp_dim=None,
+            tp_units=1,
+            of_learners=True,
+        )
+        for row in state
     )
 
 
@@ -267,4 +293,24 @@ def local_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, 
     """Return the boxes in `rank`'s memory: one per row of the table, in order; some may be
     empty."""
     replica, coordinate = topology.replica_of(rank), topology.coordinate(rank)
-    return tuple(mesh_box(spec, replica, coordinate) for spec in table)
+    return tuple(
+        learner_box(spec, topology, replica.index)
+        if spec.of_learners
+        else mesh_box(spec, replica, coordinate)
+        for spec in table
+    )
+
+
+@cache
+def learner_shares(learners: int, replicas: int) -> Shares:
+    """Return the learners that each replica computes. They differ by one at most."""
+    return deal(learners, replicas)
+
+
+def learner_box(spec: TensorSpec, topology: Topology, replica: int) -> Box:
+    """Return the part of a row `of_learners` that a replica holds. It is empty, with no rows, if
+    there are more replicas than learners."""
+    share = learner_shares(spec.shape[0], len(topology.replicas))[replica]
+    first = share[0] if share else 0
+    offsets = (first, *(0 for _ in spec.shape[1:]))
+    return Box(spec.name, offsets, (len(share), *spec.shape[1:]))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
+from holdfast.data.filters.contamination import contamination_stage
 from holdfast.data.filters.heuristics import heuristic_stage
+from holdfast.data.filters.language import language_stage
+from holdfast.data.filters.perplexity import perplexity_stage
 from holdfast.data.filters.personal_data import personal_data_stage
 from holdfast.data.filters.plain import length_stage, pattern_stage, remove_stage
+from holdfast.data.filters.user_function import function_stage
 from holdfast.data.filters.verdict import Stage
 
 _MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
@@ -21,8 +25,12 @@ _MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
     "pattern": pattern_stage,
     "personal_data": personal_data_stage,
     "remove": remove_stage,
+    "language": language_stage,
+    "perplexity": perplexity_stage,
+    "contamination": contamination_stage,
+    "function": function_stage,
 }
-_EDITORS = ("c4", "personal_data")
+EDITORS = ("c4", "personal_data", "function")
 """Kinds that change a document that stays."""
 
 Recipe = dict[str, Any]
@@ -36,23 +44,29 @@ class Outcome:
     stage: int = -1  # index in data.stages of the stage that left it out; -1: it stays
     rule: str = ""
     edits: tuple[tuple[int, str, int], ...] = ()  # (stage, what was changed, how often)
+    score: float | None = None  # the number that left it out
 
 
 class Chain:
     """The stages of one source. recipes: (index in data.stages, recipe) of each."""
 
     def __init__(self, recipes: Sequence[tuple[int, Recipe]]):
-        own = [(i, recipe) for i, recipe in recipes if recipe["kind"] in _MAKERS]
-        self._stages = [(i, _MAKERS[recipe["kind"]](recipe)) for i, recipe in own]
-        self._editors = [
-            stage
-            for (_, stage), (_, recipe) in zip(self._stages, own, strict=True)
-            if recipe["kind"] in _EDITORS
-        ]
-        self._by_name = {i for i, recipe in own if recipe["kind"] == "remove"}
+        self._recipes = [(i, recipe) for i, recipe in recipes if recipe["kind"] in _MAKERS]
+        self._by_name = {i for i, recipe in self._recipes if recipe["kind"] == "remove"}
         near = [recipe for _, recipe in recipes if recipe["kind"] == "near_duplicates"]
         self.shingle_words: int = near[0]["shingle_words"] if near else 0
         """Words of a shingle, if documents are compared with each other."""
+        self.has_function = any(recipe["kind"] == "function" for _, recipe in self._recipes)
+
+    @cached_property
+    def _editors(self) -> list[tuple[int, Stage]]:
+        chosen = [(i, recipe) for i, recipe in self._recipes if recipe["kind"] in EDITORS]
+        return [(i, _MAKERS[recipe["kind"]](recipe)) for i, recipe in chosen]
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, Stage]]:
+        editors = dict(self._editors)
+        return [(i, editors.get(i) or _MAKERS[r["kind"]](r)) for i, r in self._recipes]
 
     def judge(self, text: str) -> Outcome:
         """Apply the stages to a document, up to the first that leaves it out."""
@@ -68,14 +82,14 @@ class Chain:
             if not rule and verdict.edits and not verdict.text.strip():
                 rule = "nothing_left"
             if rule:
-                return Outcome(text, index, rule)
+                return Outcome(text, index, rule, score=verdict.score)
             edits += [(index, what, count) for what, count in verdict.edits]
             text = verdict.text
         return Outcome(text, edits=tuple(edits))
 
     def edit(self, text: str) -> str:
         """Return a document that stays, as the stages change it."""
-        for stage in self._editors:
+        for _, stage in self._editors:
             text = stage(text).text
         return text
 

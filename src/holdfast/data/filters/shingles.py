@@ -67,12 +67,18 @@ def shingle_hashes(text: str, words: int) -> NDArray[np.uint32]:
     hashes = word_hashes(text)
     if not len(hashes):
         return np.zeros(0, dtype=np.uint32)
-    width = min(words, len(hashes))
-    count = len(hashes) - width + 1
-    sums = np.zeros(count, dtype=np.uint64)
-    for place in range(width):
-        sums += hashes[place : place + count] * _POWERS[place]
+    sums = gram_sums(hashes, min(words, len(hashes)))
     return np.unique((mix(sums) >> np.uint64(32)).astype(np.uint32))
+
+
+def gram_sums(hashes: NDArray[np.uint64], width: int) -> NDArray[np.uint64]:
+    """Return a number of each run of `width` words, before it is mixed: uint64 [words - width +
+    1]; none if there are fewer words."""
+    count = max(len(hashes) - width + 1, 0)
+    sums = np.zeros(count, dtype=np.uint64)
+    for place in range(width if count else 0):
+        sums += hashes[place : place + count] * _POWERS[place]
+    return sums
 
 
 def signature(text: str, words: int) -> NDArray[np.uint16]:

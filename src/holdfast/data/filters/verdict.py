@@ -13,6 +13,7 @@ class Verdict:
     text: str  # as the stage leaves it
     rule: str = ""  # why the document is left out; "" if it stays
     edits: tuple[tuple[str, int], ...] = ()  # (what was changed, how often)
+    score: float | None = None  # the number that the rule judges by, if it has one
 
 
 Stage = Callable[[str], Verdict]

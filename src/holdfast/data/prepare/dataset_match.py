@@ -19,7 +19,8 @@ from xxhash import xxh3_128
 from holdfast.config.sections.data import DataConfig, SourceConfig
 from holdfast.core.data.special_tokens import KNOWN_ENDS
 from holdfast.data.filters.plain import hash_document
-from holdfast.data.prepare.stage_recipes import stage_recipes, without_code
+from holdfast.data.prepare.stage_files import FOUND, locate_functions
+from holdfast.data.prepare.stage_recipes import stage_recipes, without_found
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
@@ -72,10 +73,13 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
 
 def source_places(config: DataConfig) -> dict[str, Any]:
     """Return the paths of the sources: as they are written, and where they lie."""
-    return {
+    found: dict[str, Any] = {
         "paths": [source.path for source in config.sources],
         "places": [_real_place(source) for source in config.sources],
     }
+    if any(functions := locate_functions(config)):
+        found["functions"] = functions
+    return found
 
 
 def _real_place(source: SourceConfig) -> str | None:
@@ -129,8 +133,8 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
 
 def _check_stages_match(dataset: Dataset, wanted: dict[str, Any]) -> None:
     """Raises DataError for another list of stages; names the first one that differs."""
-    made = without_code(dataset.manifest["settings"].get("stages", []))
-    now = without_code(wanted.get("stages", []))
+    made = without_found(dataset.manifest["settings"].get("stages", []))
+    now = without_found(wanted.get("stages", []))
     for index, (before, after) in enumerate(zip_longest(made, now)):
         if before == after:
             continue
@@ -149,13 +153,17 @@ def _check_stages_match(dataset: Dataset, wanted: dict[str, Any]) -> None:
 
 
 def changed_code(dataset: Dataset, wanted: dict[str, Any]) -> list[str]:
-    """Return the stages whose code is no longer that of the preparation."""
+    """Return the stages whose code or files are no longer those of the preparation. A file that is
+    not there any more has not changed: a dataset stands for itself."""
     made = dataset.manifest["settings"].get("stages", [])
-    return [
-        f"data.stages[{index}] ({after['kind']})"
-        for index, (before, after) in enumerate(zip(made, wanted.get("stages", []), strict=True))
-        if before != after
-    ]
+    changed = []
+    for index, (before, after) in enumerate(zip(made, wanted.get("stages", []), strict=True)):
+        keys = [
+            key for key in FOUND if after.get(key) is not None and before.get(key) != after[key]
+        ]
+        if keys:
+            changed.append(f"data.stages[{index}] ({after['kind']}: {', '.join(keys)})")
+    return changed
 
 
 def _without_paths(value: Any) -> str:

@@ -149,8 +149,8 @@ def _check_match(dataset: Dataset, wanted: dict[str, Any], config: DataConfig, s
     check_settings_match(dataset, wanted, config)
     if changed := changed_code(dataset, wanted):
         say(
-            f"{dataset.place} stays as it was prepared, though the code of {', '.join(changed)} "
-            "has changed: name another data.folder to apply the new code"
+            f"{dataset.place} stays as it was prepared, though something of these stages has "
+            f"changed since: {', '.join(changed)}. Name another data.folder to apply it"
         )
     if changed := changed_sources(config, dataset):
         say(
@@ -232,6 +232,7 @@ class _Preparation:
         for stage in ("scan", "tokens", "lots"):
             (self.folder / WORK_FOLDER / stage).mkdir(exist_ok=True)
         write_atomic(path, [canonical_json(plan)])
+        self.stages.open_files(self.folder / WORK_FOLDER / "tables", self.say)
         with self.make_pool(self._processes()) as pool:
             raw, found = self._scan(pool)
             rows = self.stages.read(self.units, found)
@@ -384,6 +385,7 @@ class _Preparation:
                 "unit": unit.to_json(),
                 "raw": raw[unit.index],
                 "stages": self.stages.of_source(unit.name),
+                "scan": str(self._path("scan", unit)),
                 "limit": self.config.max_document_bytes,
                 "lots": str(lots),
                 "tokenizer": str(self.folder / WORK_FOLDER / "tokenizer.json"),

@@ -1,8 +1,9 @@
 """What `data.stages` adds to a preparation: recipes, counts, and the list of what was left out.
 
-A recipe is what decides the result of a stage: its keys of the run file, and a digest of its code.
-So the recipes are a part of a dataset's version. `removed.jsonl` names each document that was left
-out by its hash. It has no text, because a document may be left out for what it says.
+A recipe is what decides the result of a stage. It has keys of the run file, and digests of code and
+of files that the stage reads. So the recipes are a part of a dataset's version. `removed.jsonl`
+names each document that was left out by its hash. It has no text, because a document may be left
+out for what it says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.stage_rules import CODE
 from holdfast.data.filters.chain import chain_of
 from holdfast.data.filters.plain import document_name
+from holdfast.data.prepare.stage_files import FOUND, describe_files, ready_stages
 from holdfast.data.read.files import checksum, write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
 from holdfast.data.stages.dedup_split import DocumentChoice, DocumentRows
@@ -35,8 +37,11 @@ Rule = tuple[int, str]  # index of the stage, and its rule
 
 
 def stage_recipes(config: DataConfig) -> list[Recipe]:
-    """Return the recipe of each stage, JSON-safe."""
-    return [{**stage.recipe(), "code": code_digest(stage.kind)} for stage in config.stages]
+    """Return the recipe of each stage, JSON-safe. A value is None if its file is not there."""
+    return [
+        {**stage.recipe(), "code": code_digest(stage.kind), **describe_files(stage)}
+        for stage in config.stages
+    ]
 
 
 @cache
@@ -47,16 +52,17 @@ def code_digest(kind: str) -> str:
     return checksum(b"".join((root / name).read_bytes() for name in files))
 
 
-def without_code(recipes: Sequence[Recipe]) -> list[Recipe]:
+def without_found(recipes: Sequence[Recipe]) -> list[Recipe]:
     """Return the recipes as the run file says them."""
-    return [{key: value for key, value in r.items() if key != "code"} for r in recipes]
+    return [{key: value for key, value in r.items() if key not in FOUND} for r in recipes]
 
 
 class StagePreparation:
     """The stages of one preparation."""
 
     def __init__(self, config: DataConfig, path_of: Callable[[str, Unit], Path]):
-        self._recipes = stage_recipes(config)
+        self._config, self._recipes = config, stage_recipes(config)
+        self._ready: list[Recipe] = []
         self._path_of = path_of
         self._within_source = config.deduplicate == "within_source"
         self._units: list[StagedUnit] = []
@@ -64,6 +70,10 @@ class StagePreparation:
 
     def __bool__(self) -> bool:
         return bool(self._recipes)
+
+    def open_files(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Make what the stages need in addition to documents. Raises DataError."""
+        self._ready = ready_stages(self._config, self._recipes, folder, say)
 
     def editor(self, name: str) -> Callable[[str], str]:
         """Return what changes a document of a source that stays."""
@@ -75,7 +85,7 @@ class StagePreparation:
             return None
         return [
             (index, recipe)
-            for index, recipe in enumerate(self._recipes)
+            for index, recipe in enumerate(self._ready)
             if name in recipe.get("sources", (name,))
         ]
 
@@ -196,6 +206,8 @@ class StagePreparation:
             if reason := int(staged.reasons[place]):
                 stage, rule = staged.names[reason - 1]
                 entry |= {"stage": stage, "kind": self._recipes[stage]["kind"], "rule": rule}
+                if not np.isnan(score := staged.scores[place]):
+                    entry["score"] = float(f"{score:.6g}")
             elif place in near:
                 other, other_place, estimate = near[place]
                 entry |= {"stage": len(self._recipes) - 1, "kind": "near_duplicates"}

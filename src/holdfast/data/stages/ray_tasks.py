@@ -24,7 +24,7 @@ from holdfast.data.stages.task_pool import error_to_json
 from holdfast.data.stages.unit_tasks import perform_task
 from holdfast.errors import DataError
 
-PACKAGES = ("holdfast", "tokenizers")
+PACKAGES = ("holdfast", "tokenizers", "py3langid")
 
 
 def versions() -> dict[str, str]:
@@ -67,6 +67,15 @@ def _perform(task: dict[str, Any], lots: bytes, tokenizer: Any) -> bytes:
                 where=f"source {unit.name or unit.kind!r}",
                 remedy="put the sources on a disk that all its machines share",
             )
+    for _, recipe in task["stages"] or ():
+        for path in (recipe[key] for key in ("place", "table") if key in recipe):
+            if not os.path.exists(path):
+                raise DataError(
+                    f"the machine {socket.gethostname()} of the Ray cluster has no {path}",
+                    where="data.stages",
+                    remedy="put data.folder and the files of stages on a disk that all its "
+                    "machines share",
+                )
     with TemporaryDirectory(prefix="holdfast-prepare-") as folder:
         places = {name: str(Path(folder) / name) for name in ("out", "lots")}
         Path(places["lots"]).write_bytes(lots)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain as chain_pieces
+from math import nan
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -57,7 +58,7 @@ class _StagedRows:
 
     def __init__(self, chain: Chain | None, folder: Path):
         self._chain = chain
-        self._rows, self._reasons = array("Q"), array("H")
+        self._rows, self._reasons, self._scores = array("Q"), array("H"), array("f")
         self._names: dict[tuple[int, str], int] = {}
         self._edits: Counter[tuple[int, str]] = Counter()
         self._signatures = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
@@ -72,10 +73,11 @@ class _StagedRows:
         """Judge a document. row: its own hash and length."""
         if self._chain is None:
             return
-        reason = 0
+        reason, score = 0, nan
         if row[2]:
             outcome = self._chain.judge(text)
             if outcome.rule:
+                score = nan if outcome.score is None else outcome.score
                 name = outcome.stage, outcome.rule
                 reason, row = self._names.setdefault(name, len(self._names) + 1), (0, 0, 0)
             else:
@@ -87,6 +89,7 @@ class _StagedRows:
             self._signatures.write(values.astype("<u2").tobytes())
         self._rows.extend(row)
         self._reasons.append(reason)
+        self._scores.append(score)
 
     def header(self) -> dict[str, Any]:
         if self._chain is None:
@@ -101,7 +104,8 @@ class _StagedRows:
         if self._chain is None:
             return
         yield _table(self._rows).tobytes()
-        yield np.frombuffer(self._reasons, dtype="<u2").tobytes() if self._reasons else b""
+        yield np.array(self._reasons, dtype="<u2").tobytes()
+        yield np.array(self._scores, dtype="<f4").tobytes()
         self._signatures.seek(0)
         while piece := self._signatures.read(READ_BYTES):
             yield piece
@@ -137,6 +141,7 @@ class StagedUnit:
     reasons: NDArray[np.uint16]  # [documents]: 0, or 1 + the index in `names`
     names: tuple[tuple[int, str], ...]  # (stage, rule)
     edits: tuple[tuple[int, str, int], ...]  # (stage, what was changed, how often)
+    scores: NDArray[np.float32]  # [documents]: the number that left it out; nan: none
     signatures: NDArray[np.uint16]  # [documents, HASHES], or [0, HASHES]
 
 
@@ -146,11 +151,13 @@ def read_staged(path: Path) -> StagedUnit:
     count = header["documents"]
     rows = mapped(path, "<u8", at + 24 * count, 3 * count).reshape(-1, 3)
     reasons = mapped(path, "<u2", at + 48 * count, count)
-    values = (header["size"] - 50 * count) // 2
+    scores = mapped(path, "<f4", at + 50 * count, count)
+    values = (header["size"] - 54 * count) // 2
     return StagedUnit(
         rows,
         reasons,
         tuple((stage, rule) for stage, rule in header["reasons"]),
         tuple((stage, what, n) for stage, what, n in header["edits"]),
-        mapped(path, "<u2", at + 50 * count, values).reshape(-1, HASHES),
+        scores,
+        mapped(path, "<u2", at + 54 * count, values).reshape(-1, HASHES),
     )

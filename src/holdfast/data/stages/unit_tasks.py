@@ -6,7 +6,8 @@ units that have none.
 
     scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]; with
               stages, the same of the document that they leave, which of the header's reasons left
-              it out (0: none), uint16 [documents], and signatures, uint16 [documents, HASHES]
+              it out (0: none), uint16 [documents], the number that it was judged by (or nan),
+              float32 [documents], and signatures, uint16 [documents, HASHES]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
               data which tokens carry loss, uint8 [tokens]; of rated rows, and of pairs with
               margins, also values, float32 [documents]
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from holdfast.data.filters.chain import Chain, chain_of
+from holdfast.data.filters.plain import hash_document
 from holdfast.data.read.files import READ_BYTES
 from holdfast.data.read.sources import Unit, read_unit, unit_label
 from holdfast.data.stages.chat_tokens import (
@@ -38,7 +40,7 @@ from holdfast.data.stages.chat_tokens import (
     RowTokens,
     encode_rows,
 )
-from holdfast.data.stages.scan_tasks import scan_unit
+from holdfast.data.stages.scan_tasks import read_staged, scan_unit
 from holdfast.data.stages.text_pieces import PIECE_CHARACTERS, cut_text
 from holdfast.data.stages.unit_files import SPOOL_BYTES, mapped, read_result, write_result
 from holdfast.errors import DataError
@@ -143,11 +145,13 @@ def tokenise_unit(
     tokenizer: Encoder,
     out: Path,
     chain: Chain | None = None,
+    scanned: NDArray[np.uint64] | None = None,
 ) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split, as the stages
-    of `chain` leave them.
+    of `chain` leave them. scanned: the rows of the documents as the scan saw the stages leave them,
+    [documents, 3], if a user's function is among them.
 
-    Raises DataError when the bytes read are not those of the scan.
+    Raises DataError when the bytes read are not those of the scan, or the texts not those rows.
     """
     seen = xxh3_128()
     splits = {lot: _SplitTokens(out.parent) for lot in (TRAIN, VALIDATION)}
@@ -157,7 +161,7 @@ def tokenise_unit(
         remedy="run the same command again",
     )
     try:
-        batches = _batches(read_unit(unit, settings.limit, seen), lots, changed, chain)
+        batches = _batches(read_unit(unit, settings.limit, seen), lots, changed, chain, scanned)
         add = _add_chat if unit.is_chat else _add_texts
         ends = add(batches, tokenizer, settings, splits)
         if seen.hexdigest() != settings.raw:
@@ -256,7 +260,11 @@ def read_ends(path: Path) -> int:
 
 
 def _batches(
-    texts: Iterator[str], lots: NDArray[np.uint8], changed: DataError, chain: Chain | None
+    texts: Iterator[str],
+    lots: NDArray[np.uint8],
+    changed: DataError,
+    chain: Chain | None,
+    scanned: NDArray[np.uint64] | None = None,
 ) -> Iterator[list[tuple[int, str]]]:
     """(lot, text) of the kept documents, about BATCH_CHARACTERS at a time."""
     batch: list[tuple[int, str]] = []
@@ -266,7 +274,14 @@ def _batches(
             raise changed
         lot = int(lots[place])
         if lot != DROP:
-            batch.append((lot, text if chain is None else chain.edit(text)))
+            text = text if chain is None else chain.edit(text)
+            if scanned is not None and hash_document(text) != tuple(scanned[place].tolist()):
+                raise DataError(
+                    "a function changed a document to another text the second time",
+                    where="data.stages",
+                    remedy="use no clock, no random numbers and no order of a set in it",
+                )
+            batch.append((lot, text))
             held += len(text)
         if held >= BATCH_CHARACTERS:
             yield batch
@@ -306,4 +321,7 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         task["limit"], task["end"], task["dtype"], task["raw"], task["begin"], tuple(task["stop"])
     )
     tokenizer = tokenizer_of(task["tokenizer"])
-    tokenise_unit(unit, settings, lots, tokenizer, Path(task["out"]), chain)
+    scanned = None
+    if chain is not None and chain.has_function:
+        scanned = read_staged(Path(task["scan"])).rows
+    tokenise_unit(unit, settings, lots, tokenizer, Path(task["out"]), chain, scanned)

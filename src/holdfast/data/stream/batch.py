@@ -34,7 +34,7 @@ from xxhash import xxh3_64
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.train import TrainConfig
-from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
+from holdfast.core.data.sample_order import BatchSchedule, MixChange, SampleOrder, SourceEnd
 from holdfast.core.data.skips import Skips
 from holdfast.core.data.target_weights import add_weights, total_weight
 from holdfast.core.weights import shortest
@@ -129,8 +129,8 @@ class Batches:
         has_logps = reference and not self._has_teacher
         self.side_names = tuple(sorted(names | ({REFERENCE} if has_logps else set())))
         self.packed = self._pack(self._streams)
-        # Weights in the dataset's order of sources. Raises DataError when the names differ.
-        by_name = {source.name or source.kind: source.weight for source in data.sources}
+        # Sources in the dataset's order. Raises DataError when the names differ.
+        by_name = {source.mix_name: source for source in data.sources}
         if set(by_name) != set(dataset.source_names):
             raise DataError(
                 f"the dataset has the sources {list(dataset.source_names)}, the run file names "
@@ -138,12 +138,24 @@ class Batches:
                 where="data.sources",
                 remedy="name another data.folder, or remove this one",
             )
-        weights = [by_name[name] for name in dataset.source_names]
         sizes = self._sizes(self._streams, self.packed)
         if min(sizes) < 1:
             place = sizes.index(min(sizes))
             raise self._empty_error(dataset.source_names[place], self._streams[place])
-        self.order = SampleOrder(seed, sizes, weights)
+        weights, *changed = (
+            tuple(each[name] for name in dataset.source_names) for each in data.mix_weights()
+        )
+        changes = [
+            MixChange(self.schedule.position(stage.from_step), each, f"data.mix.{index}.weights")
+            for index, (stage, each) in enumerate(zip(data.mix, changed, strict=True))
+        ]
+        ends = [
+            SourceEnd(size * source.passes, source.at_end) if source.at_end != "repeat" else None
+            for source, size in zip(
+                (by_name[name] for name in dataset.source_names), sizes, strict=True
+            )
+        ]
+        self.order = SampleOrder(seed, sizes, weights, changes, ends)
         self.reference = self._find_reference(reference) if reference else None
         self._prefetch = None
         if dataset.cache is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from holdfast.config.sections.data import DataConfig
@@ -27,6 +28,7 @@ def describe_use(
     batches = Batches(dataset, data, train, seed)
     return [
         _describe_passes(batches, train.steps),
+        *_describe_mix(batches, train.steps),
         *_too_many_passes(batches, train),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
@@ -73,15 +75,28 @@ def _describe_passes(batches: Batches, steps: int) -> str:
     """How often the run reads each source."""
     last = batches.schedule.position(steps + 1)
     order = batches.order
-    passes = [
-        order.mixture.count_before(source, last) / size for source, size in enumerate(order.sizes)
-    ]
+    passes = [order.count_before(source, last) / size for source, size in enumerate(order.sizes)]
     what = f"{steps:,} steps of {batches.sequence_length:,} tokens a sample: {last:,} samples"
     names = batches.dataset.source_names
     if len(names) == 1:
         return f"{what}, {passes_text(passes[0])} over the data ({order.sizes[0]:,} samples)"
     each = ", ".join(f"{name} {passes_text(n)}" for name, n in zip(names, passes, strict=True))
     return f"{what}; over the data: {each}"
+
+
+def _describe_mix(batches: Batches, steps: int) -> Iterator[str]:
+    """Each change of the weights, and of the sources that there are, with its step."""
+    last, names = batches.schedule.position(steps + 1), batches.dataset.source_names
+    for part in batches.order.parts[1:]:
+        if part.start >= last:
+            return
+        step = bisect_right(range(2, steps + 2), part.start, key=batches.schedule.position) + 1
+        shares = ", ".join(
+            f"{name} {count / part.mixture.block:.1%}"
+            for name, count in zip(names, part.mixture.counts, strict=True)
+        )
+        ended = "" if part.ended is None else f", where {names[part.ended]} ends"
+        yield f"from step {step:,}, sample {part.start:,}{ended}: {shares}"
 
 
 def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:
@@ -127,11 +142,11 @@ def _missing_validation(batches: Batches, train: TrainConfig) -> Iterator[str]:
             "and name another data.folder"
         )
         return
-    counts = batches.order.mixture.counts
-    streams = dataset.streams("validation")
-    for name, count, stream in zip(dataset.source_names, counts, streams, strict=True):
-        share = count / batches.order.mixture.block
-        if share >= MOST and stream.tokens < 2:
+    last = batches.schedule.position(train.steps + 1)
+    for source, stream in enumerate(dataset.streams("validation")):
+        name, count = dataset.source_names[source], batches.order.count_before(source, last)
+        share = count / last
+        if count + 1 > MOST * last and stream.tokens < 2:
             yield (
                 f"source {name!r} makes {share:.0%} of the training. The validation set has "
                 f"nothing of it; cut {name!r} into more documents or raise "

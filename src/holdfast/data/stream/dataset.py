@@ -200,6 +200,7 @@ class Dataset:
         paths = _read_source_paths(folder, len(written))
         self.source_paths: tuple[str | None, ...] = paths[0] if paths else written
         self.source_places: tuple[str | None, ...] = paths[1] if paths else (None,) * len(written)
+        self.function_files: tuple[str | None, ...] = paths[2] if paths else ()
         self.former_version = _version_with_paths(manifest, self.source_paths)
         forms = [source.get("rows", "text") for source in manifest["settings"]["sources"]]
         self._streams = {
@@ -311,8 +312,9 @@ def with_paths_checksum(places: dict[str, Any]) -> dict[str, Any]:
 
 def _read_source_paths(
     folder: Path, sources: int
-) -> tuple[tuple[str | None, ...], tuple[str | None, ...]] | None:
-    """(paths, places) of the sources; None if the dataset is older than the file."""
+) -> tuple[tuple[str | None, ...], tuple[str | None, ...], tuple[str | None, ...]] | None:
+    """(paths, places) of the sources, and files of the stages' functions; None if the dataset is
+    older than the file."""
     path = folder / SOURCES
     try:
         raw = path.read_bytes()
@@ -321,13 +323,14 @@ def _read_source_paths(
     try:
         found = parse_json(raw)
         places = {key: found[key] for key in ("paths", "places")}
-        sound = canonical_json(with_paths_checksum(places)) == raw
-        sound = sound and all(len(value) == sources for value in places.values())
+        sound = all(len(value) == sources for value in places.values())
+        places |= {key: found[key] for key in ("functions",) if key in found}
+        sound = sound and canonical_json(with_paths_checksum(places)) == raw
     except (ValueError, KeyError, TypeError):
         sound = False
     if not sound:
         raise DataError("the file is not what was written", where=str(path), remedy=REMAKE_REMEDY)
-    return tuple(places["paths"]), tuple(places["places"])
+    return tuple(places["paths"]), tuple(places["places"]), tuple(places.get("functions", ()))
 
 
 def _version_with_paths(manifest: dict[str, Any], paths: Sequence[str | None]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -80,6 +81,10 @@ def find_document(dataset: Dataset, text: str) -> list[DocumentPlace]:
     places: list[DocumentPlace] = []
     tokenizer = load_tokenizer(dataset.tokenizer_path)
     recipes = list(enumerate(dataset.manifest["settings"].get("stages", ())))
+    recipes = [
+        (index, {**recipe, "place": file} if file else recipe)
+        for (index, recipe), file in zip_longest(recipes, dataset.function_files)
+    ]
     for source, name in enumerate(dataset.source_names):
         chain = Chain([(i, r) for i, r in recipes if name in r.get("sources", (name,))])
         pieces = next(encode_documents(iter([[(1, chain.edit(text))]]), tokenizer))[1]

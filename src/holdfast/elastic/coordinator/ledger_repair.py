@@ -41,7 +41,7 @@ class LedgerCoverage:
         self._snapshots_follow_ledger, self._is_first_generation = snapshots_follow_ledger, True
         stages = [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup]
         self._config = config
-        self._schedule = BatchSchedule(config.train.batch_size, stages)
+        self._schedule = BatchSchedule(config.step_train.batch_size, stages)
         self._ranges: list[Range] = []
         self._complete_until = 0  # no entry is missing before this position
         self._start_step = 0  # the step that the newest generation began from

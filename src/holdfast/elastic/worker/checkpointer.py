@@ -130,7 +130,7 @@ class SnapshotSaver:
         self._capturer, self._reporter, self._rank = capturer, reporter, rank
         self._copies_in_background = config.checkpoint.hidden
         self._schedule = BatchSchedule(
-            config.train.batch_size,
+            config.step_train.batch_size,
             [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup],
         )
 

@@ -32,6 +32,8 @@ from holdfast.wire.child_command import paths_for
 TRACKER_MODULE = "holdfast.report.trackers.process"
 _EVALUATOR = "holdfast.evaluation.in_run:TaskEvaluator"
 _NO_LIMIT_S = 1e9  # of one evaluation
+_LAST_ALERTS_WAIT_S = 60.0
+"""Of the end of a run, for its last alerts. They take so long only if the processors are busy."""
 
 
 def refuse_missing_trackers(loaded: LoadedConfig) -> None:
@@ -95,7 +97,13 @@ def tracker_programs(config: RunConfig, folder: Path) -> tuple[TrackerProgram, .
         log = "logs/alerts.log"
         options = webhook_options(config)
         spec = tracker_spec(WEBHOOK, config, folder, options, str((folder / log).absolute()))
-        programs.append(TrackerProgram("observe.webhook", TRACKER_MODULE, spec.to_json_line(), log))
+        # With the niceness of other trackers no alert comes while workers use every processor.
+        line, by_hand = replace(spec, niceness=0).to_json_line(), f"holdfast track {folder}"
+        programs.append(
+            TrackerProgram(
+                "observe.webhook", TRACKER_MODULE, line, log, _LAST_ALERTS_WAIT_S, by_hand
+            )
+        )
     return tuple(programs)
 
 

@@ -19,6 +19,7 @@ from holdfast.config.loading.load import LoadedConfig, resolve_config
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.base import Change
+from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optimizer import OptimizerConfig
 from holdfast.config.sections.task import SCRIPT_TASK
@@ -157,6 +158,7 @@ def refuse_bad_changes(parent: Run, loaded: LoadedConfig, step: int) -> None:
             remedy=f"add train.steps={2 * step or 1000}, or branch at an earlier step",
         )
     _refuse_other_batches(parent.config.train, loaded.config.train, step)
+    _refuse_other_mix(parent.config.data, loaded.config.data, step)
     bucket = parent.config.checkpoint.bucket
     if bucket and loaded.config.checkpoint.bucket == bucket:
         raise ConfigError(
@@ -185,6 +187,23 @@ def _refuse_other_batches(before: TrainConfig, after: TrainConfig, step: int) ->
         where="command line",
         remedy=f"use train.batch_size={before.batch_size} {batches_after(before, after, step)}",
     )
+
+
+def _refuse_other_mix(before: DataConfig, after: DataConfig, step: int) -> None:
+    """Raises ConfigError if a step up to `step` would have samples of other sources."""
+    old, new = ([stage for stage in d.mix if stage.from_step <= step] for d in (before, after))
+    if old != new:
+        given = ", ".join(
+            f"{{from_step: {stage.from_step}, weights: {{"
+            + ", ".join(f"{name}: {weight:g}" for name, weight in stage.weights.items())
+            + "}}"
+            for stage in old
+        )
+        raise ConfigError(
+            f"the samples of the steps up to {step} were dealt with other weights of sources",
+            where="command line",
+            remedy=f"begin data.mix with [{given}], and give new items a from_step above {step}",
+        )
 
 
 def batches_after(before: TrainConfig, after: TrainConfig, step: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -151,6 +151,31 @@ def by_epochs(loaded: LoadedConfig, count_samples: Callable[[], int]) -> Planned
     return {"train.steps": (steps, why), "train.epochs": (0.0, why)}
 
 
+def by_source_ends(loaded: LoadedConfig, dataset: Dataset | None) -> PlannedValues:
+    """Return the steps that the sources have samples for, if the run would have more of them.
+    Raises ConfigError if that is none."""
+    config = loaded.config
+    if dataset is None or all(source.at_end == "repeat" for source in config.data.sources):
+        return {}
+    batches = Batches(dataset, config.data, config.train, config.seed)
+    order, position = batches.order, batches.schedule.position
+    if position(config.train.steps + 1) <= order.length:
+        return {}
+    steps = bisect_right(range(2, 2**40), order.length, key=position)
+    name = dataset.source_names[order.stopped_by]
+    number = [source.mix_name for source in config.data.sources].index(name)
+    key = f"data.sources.{number}.at_end"
+    why = f"{key}: {config.data.sources[number].at_end}: source {name} ends at sample "
+    why += f"{order.length:,} of the run"
+    if not steps:
+        raise ConfigError(
+            f"{why}, so there is no step",
+            where=loaded.where(key),
+            remedy="use a smaller train.batch_size, more passes, or at_end: repeat",
+        )
+    return {"train.steps": (steps, why)}
+
+
 def _samples_of_pass(loaded: LoadedConfig, dataset: Dataset | None) -> int:
     config = loaded.config
     if config.rollout.is_on:
@@ -167,7 +192,7 @@ def describe_passes(config: RunConfig) -> list[str]:
         samples = config.rollout.count * config.rollout.samples
     if not samples:
         return []
-    read = batch_schedule(config.train).position(steps + 1)
+    read = batch_schedule(config.step_train).position(steps + 1)
     return [
         f"{steps:,} steps: {read:,} samples, {passes_text(read / samples)} over {samples:,} samples"
     ]
@@ -233,6 +258,9 @@ def prepare_run_data(
         reference = check_reference_model(loaded, facts.stored_config, dataset, run_folder)
         loaded = with_planned(loaded, reference)
     loaded = with_planned(loaded, by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
+    for key, (value, why) in (ended := by_source_ends(loaded, dataset)).items():
+        screen.say(f"{key} is {value}, not {loaded.config.train.steps}: {why}")
+    loaded = with_planned(loaded, ended)
     before = loaded
     loaded, facts = with_layout(loaded, facts)
     refuse_absent_machines(before, loaded, facts)
@@ -247,7 +275,7 @@ def prepare_run_data(
     checked_layouts(loaded)  # again: how many microbatches there are is known from now on
     config = loaded.config
     version = dataset.version if fresh else dataset_version_in(run_folder, dataset)
-    use = describe_use(dataset, config.data, config.train, config.seed)
+    use = describe_use(dataset, config.data, config.step_train, config.seed)
     use += describe_reference(config, dataset, bool(facts.stored_config.get("objective")))
     return loaded, facts, RunData(version, dataset.location, tuple(use))
 
@@ -271,7 +299,8 @@ def with_prepared_vocabulary(loaded: LoadedConfig, screen: Screen) -> LoadedConf
         return loaded
     dataset = open_dataset(data.folder, data)
     loaded = with_vocabulary(loaded, dataset, screen)
-    return loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
+    loaded = loaded.with_values(by_epochs(loaded, partial(_samples_of_pass, loaded, dataset)))
+    return loaded.with_values(by_source_ends(loaded, dataset))
 
 
 def plan_to_look(loaded: LoadedConfig) -> tuple[LoadedConfig, Facts]:

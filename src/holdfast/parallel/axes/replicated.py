@@ -11,7 +11,7 @@ bfloat16. Nor is it done if the sums do not lie on the device, which has no room
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,11 +46,11 @@ class ReplicatedGradients(GradientFeeder):
         buffers: MakeBuffer | None = None,
         may_hold_leaf: bool = True,
     ):
-        self._parameters = list(named.values())
+        self.parameters = list(named.values())
         for name, parameter in named.items():
             if tuple(parameter.shape) != boxes[name].lengths:
                 raise ValueError(f"{name} is {tuple(parameter.shape)}, its box {boxes[name]}")
-        first = self._parameters[0]
+        first = self.parameters[0]
         super().__init__(
             {name: boxes[name] for name in named},
             cells,
@@ -63,8 +63,8 @@ class ReplicatedGradients(GradientFeeder):
             pairs=may_hold_leaf and first.dtype == dtype,
             buffers=buffers,
         )
-        self._index_of = {id(p): index for index, p in enumerate(self._parameters)}
-        for index, parameter in enumerate(self._parameters):
+        self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
+        for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad:
                 continue  # a frozen one: its gradient counts as zero
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -75,14 +75,14 @@ class ReplicatedGradients(GradientFeeder):
         """Start a step, see `GradientFeeder.begin`. One that was given up between two sibling
         leaves left the first in `.grad`, where it would be added to this step's."""
         self._is_listening = False
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         super().begin(leaves, shares, computed)
 
     def start_leaf(self, leaf: int, part: StageParameters | None = None) -> None:
         """The next backward pass belongs to `leaf`, see `GradientFeeder.start_leaf`."""
         if self._open_slot(leaf, 1 if part is None else part.stages) is not None:
-            held = self._parameters if part is None else part.parameters
+            held = self.parameters if part is None else part.parameters
             self._missing_parameters = {self._index_of[id(p)] for p in held}
             self._is_listening = True
 
@@ -94,16 +94,23 @@ class ReplicatedGradients(GradientFeeder):
             self._missing_parameters.discard(index)
             self._take_gradient(index, parameter)
 
+    def fill_leaf(self, leaf: int, gradients: Sequence[Tensor]) -> None:
+        """A complete leaf that no backward pass gave: one tensor for each parameter."""
+        self._open_slot(leaf)
+        for index, gradient in enumerate(gradients):
+            self._take(index, gradient)
+        self._progress.close()
+
     def end_leaf(self) -> None:
         """The backward pass is over. Parameters without a gradient count as zero."""
         if self._is_listening:
             self._is_listening = False
             for index in self._missing_parameters:
-                self._take_gradient(index, self._parameters[index])
+                self._take_gradient(index, self.parameters[index])
         self._progress.close()
 
     def _flush_held_leaf(self, target: list[list[Tensor]]) -> None:
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             gradient, parameter.grad = parameter.grad, None
             for patch, place in zip(self.placement.patches[index], target[index], strict=True):
                 if gradient is None:

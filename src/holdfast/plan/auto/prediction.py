@@ -19,8 +19,9 @@ from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 
 def has_prediction(config: RunConfig) -> bool:
     """Return True if the cost model covers what the run computes."""
-    layout = config.layout
-    return not (config.task.name or layout.is_asynchronous or unmodelled_option(config))
+    layout, outer = config.layout, config.outer
+    is_other = config.task.name or layout.is_asynchronous or outer.is_on
+    return not (is_other or unmodelled_option(config))
 
 
 @dataclass(frozen=True)

@@ -117,4 +117,6 @@ def unmodelled_key(config: RunConfig) -> tuple[str, str]:
         return "layout.replicas", "the run file says what each replica is"
     if layout.is_asynchronous:
         return f"layout.schedule {layout.schedule}", "its curve depends on layout.pp"
+    if config.outer.is_on:
+        return f"outer.learners {config.outer.learners}", "learners exchange once in a round"
     return "", ""

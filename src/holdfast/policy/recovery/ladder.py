@@ -186,7 +186,10 @@ def _first_store(loss: Loss) -> int | None:
 def _have_processes_all(loss: Loss, lost: frozenset[int]) -> bool:
     """Return True if the processes of all ranks but `lost` have the complete state."""
     topology = loss.topology
-    if not lost or any(lost.isdisjoint(replica.ranks) for replica in topology.replicas):
+    are_alike = not any(spec.of_learners for spec in loss.table)  # the replicas
+    if not lost or (
+        are_alike and any(lost.isdisjoint(replica.ranks) for replica in topology.replicas)
+    ):
         return True
     left = set(range(topology.world_size)) - lost
     if not left:

@@ -95,10 +95,11 @@ def first_missing_tensor(
     """Return a tensor that these ranks do not hold completely together; None if they hold all
     state."""
     present = set(ranks)
-    if any(present.issuperset(replica.ranks) for replica in topology.replicas):
+    are_alike = not any(spec.of_learners for spec in table)  # the replicas
+    if are_alike and any(present.issuperset(replica.ranks) for replica in topology.replicas):
         return None  # nearly always so, and cheap
     unlike = {  # ranks at one place of like replicas hold the same boxes
-        (replica.kind, place): rank
+        (replica.kind, place, 0 if are_alike else replica.index): rank
         for replica in topology.replicas
         for place, rank in enumerate(replica.ranks)
         if rank in present

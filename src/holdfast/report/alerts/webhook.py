@@ -1,7 +1,7 @@
 """`observe.webhook`: a run evaluates its alerts by itself, and posts each change to an address.
 
-It is a tracker, and so a process of its own that the leading agent starts, with the lowest
-priority. Training never waits for it, and it follows the leader. It posts Alertmanager's format,
+It is a tracker, and so a process of its own that the leading agent starts, with the priority of the
+workers. Training never waits for it, and it follows the leader. It posts Alertmanager's format,
 one message for the changes of a cause.
 
     alerts/<alert>/<number>.json     in the run store: the alert's changes, counted from 1

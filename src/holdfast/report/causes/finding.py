@@ -11,7 +11,7 @@ from holdfast.events import Record
 
 
 class Mode(StrEnum):
-    """The ten failure modes, two more that happen, and what is not explained."""
+    """The ten failure modes, three more that happen, and what is not explained."""
 
     STARTUP_CRASH = "startup-crash"
     STRAGGLER = "straggler"
@@ -25,6 +25,7 @@ class Mode(StrEnum):
     DATA_SKEW = "data-skew"
     WORKER_CRASH = "worker-crash"
     HANG = "hang"
+    RUN_LOST = "run-lost"
     NOT_KNOWN = "not-known"
 
 
@@ -52,6 +53,7 @@ MODES: dict[Mode, ModeText] = {
     Mode.DATA_SKEW: ModeText("data skew", "worker-slow", "the lengths of the samples"),
     Mode.WORKER_CRASH: ModeText("worker crash", "worker-lost", "the kernel's log of the node"),
     Mode.HANG: ModeText("hang", "worker-lost", "a stack of the process, taken while it hangs"),
+    Mode.RUN_LOST: ModeText("run lost", "run-lost", "the scheduler's and the kernels' logs"),
     Mode.NOT_KNOWN: ModeText("not known", "restart-loop", "the logs of the agents"),
 }
 

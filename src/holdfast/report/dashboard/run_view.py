@@ -11,25 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.events import Evaluated, GenerationStarted, Record, StepDone
+from holdfast.policy.spending import SpendMeter
 from holdfast.report.history.progress import RunProgress
 from holdfast.report.ledger.incidents import Incident
 from holdfast.report.ledger.ordering import order_records
-from holdfast.report.ledger.timeledger import CLASSES
+from holdfast.report.ledger.rankledger import RANK_CLASSES
 from holdfast.wire.journal import JournalTail
 from holdfast.wire.store.run_store import RunStore
 
+PRICE_MISSING = "no node knew its price: plan.cluster needs a cluster file with usd_per_hour"
 MAX_INCIDENTS = 100  # newest ones that the page lists
 MAX_GHOST_POINTS = 2000  # of lost pieces of the curve; the oldest pieces are dropped
 MAX_MARKS = 500  # generations whose beginning the curve shows
-
-
-@dataclass(frozen=True)
-class NodePrice:
-    """What one node costs in an hour."""
-
-    usd: float | None = None  # None: not known
-    missing: str = "plan.cluster names no cluster file, so no pool gives usd_per_hour"
-    """why it is not known, with the key that gives it"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,6 @@ class RunSource:
     store: RunStore
     total_steps: int
     is_trainer_gone: Callable[[], bool]  # of a run whose end is in no record
-    price: NodePrice = field(default_factory=NodePrice)
     first_weights: str = "initial weights"
 
 
@@ -56,15 +48,13 @@ class RunView:
     is_interrupted: bool = False  # no trainer is at work, and no record says why
     tokens: float = 0.0  # of all steps, those done again included
     tokens_again: float = 0.0  # of steps that were done before
-    node_seconds: float = 0.0  # running time of all nodes
+    meter: SpendMeter = field(default_factory=SpendMeter)
     epoch: int = 0  # rises when points of the curve change, and not only grow
     ghosts: list[list[tuple[int, float]]] = field(default_factory=list)  # lost pieces of the curve
     marks: list[tuple[int, int, int, str]] = field(default_factory=list)
     """(step, generation, nodes, reason) of each membership."""
     validations: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
     _highest: int = 0  # newest step ever done
-    _nodes: int = 0  # of the newest generation
-    _running: float = 0.0  # seconds, at the last record
 
     def __post_init__(self) -> None:
         self.progress = RunProgress(
@@ -103,16 +93,12 @@ class RunView:
         progress.observe(record)
         if len(progress.curve) < points:  # every other point was dropped
             self.epoch += 1
-        running = progress.ledger.running
-        self.node_seconds += self._nodes * max(0.0, running - self._running)
-        self._running = running
+        self.meter.observe(record)
         if isinstance(event, StepDone):
             self.tokens += event.tokens
             if event.step <= self._highest:
                 self.tokens_again += event.tokens
             self._highest = max(self._highest, event.step)
-        elif isinstance(event, GenerationStarted):
-            self._nodes = len(set(event.topology.get("nodes", ())))
         elif isinstance(event, Evaluated):
             self.validations = [p for p in self.validations if p[0] != event.step]
             self.validations.append((event.step, event.loss))
@@ -152,6 +138,7 @@ class RunView:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the curve's points; no value is NaN or infinite."""
         progress, ledger = self.progress, self.progress.ledger
+        fleet = {k: v for k, v in progress.ranks.times().fleet_totals().items() if v > 0}
         incidents = progress.book.incidents
         return self.row() | {
             "run": progress.run or self.source.name,
@@ -160,11 +147,8 @@ class RunView:
             "workers": len(progress.workers),
             "wall_s": ledger.wall,
             "running_s": ledger.running,
-            "classes": [
-                (name, seconds, CLASSES.get(name, ""))
-                for name, seconds in ledger.totals().items()
-                if seconds > 0
-            ],
+            "fleet_s": sum(fleet.values()),
+            "classes": [(name, seconds, RANK_CLASSES[name]) for name, seconds in fleet.items()],
             "node_list": self._node_list(),
             "incident_list": [_incident(each) for each in incidents[: -MAX_INCIDENTS - 1 : -1]],
             "lines": [(line.at, line.text, line.mood) for line in reversed(progress.lines)],
@@ -196,13 +180,15 @@ class RunView:
         return f"lost: {loss[1].partition(chr(10))[0]}" if loss else "out"
 
     def _cost(self) -> dict[str, Any]:
-        hours, price = self.node_seconds / 3600, self.source.price
+        spent = self.meter.spent()
+        has_price = spent.unpriced_hours < spent.node_hours
         return {
             "tokens": self.tokens - self.tokens_again,
             "tokens_again": self.tokens_again,
-            "node_hours": hours,
-            "usd": None if price.usd is None else hours * price.usd,
-            "price_missing": price.missing if price.usd is None else "",
+            "node_hours": spent.node_hours,
+            "unpriced_hours": spent.unpriced_hours,
+            "usd": spent.usd if has_price else None,
+            "price_missing": "" if has_price else PRICE_MISSING,
         }
 
 

@@ -42,6 +42,7 @@ from holdfast.report.formatting import (
 )
 from holdfast.report.ledger.incidents import Incident, IncidentBook, WorkerLoss, describe_rung
 from holdfast.report.ledger.notices import notice_text
+from holdfast.report.ledger.rankledger import RankLedger
 from holdfast.report.ledger.timeledger import TimeLedger
 
 _MAX_CAUSE_CHARS = 200
@@ -84,7 +85,7 @@ class RunProgress:
     checkpoint: tuple[CheckpointCommitted, float] | None = None  # and when, in running time
     lines: deque[ProgressLine] = field(default_factory=lambda: deque(maxlen=50))
     curve: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) that count
-    ledger: TimeLedger = field(default_factory=TimeLedger)
+    ranks: RankLedger = field(default_factory=RankLedger)
     book: IncidentBook = field(default_factory=IncidentBook)
     imported_from: str = ""  # folder that the run's first weights came from
     first_weights: str = "initial weights"  # what a run without imported ones begins with
@@ -98,6 +99,10 @@ class RunProgress:
     _pace: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=_PACE_WINDOW_STEPS)
     )
+
+    @property
+    def ledger(self) -> TimeLedger:
+        return self.ranks.time
 
     @property
     def is_over(self) -> bool:
@@ -115,7 +120,7 @@ class RunProgress:
 
     def observe(self, record: Record) -> list[ProgressLine]:
         """Take one record; return what to report to the user."""
-        self.ledger.observe(record)
+        self.ranks.observe(record)
         elapsed = self.ledger.running
         ended = self.book.observe(record, self.ledger.wall)
         told = [] if ended is None else [ProgressLine(elapsed, _incident_cost(ended), "good")]

@@ -113,14 +113,20 @@ class RankLedger:
 
     def __init__(self) -> None:
         self.time = TimeLedger()
+        self.began_at = 0.0  # of the run, in seconds since 1970; 0: it did not begin
         self._memberships: list[_Membership] = [_Membership(0.0, 0)]
 
     def observe(self, record: Record) -> None:
         """Take the next record."""
-        before = self.time.wall
+        event = record.event
+        if not isinstance(event, RunStarted | GenerationStarted | SparesChanged):
+            self.time.observe(record)
+            return
+        before, newest = self.time.wall, self._memberships[-1]
         self.time.observe(record)
-        event, elapsed, newest = record.event, self.time.wall, self._memberships[-1]
+        elapsed = self.time.wall
         if isinstance(event, RunStarted):
+            self.began_at = self.began_at or record.time
             paused = _Membership(before, newest.generation)
             self._memberships += [paused, replace(paused, start=elapsed, is_known=False)]
         elif isinstance(event, GenerationStarted):
@@ -129,7 +135,7 @@ class RankLedger:
                 self._memberships[-1] = replace(newest, nodes=nodes)
             spares = newest.spares.difference(nodes)
             self._memberships.append(_Membership(elapsed, record.generation, nodes, spares))
-        elif isinstance(event, SparesChanged):
+        else:
             spares = frozenset(event.nodes)
             self._memberships.append(replace(newest, start=elapsed, spares=spares))
 

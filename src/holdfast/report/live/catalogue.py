@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from holdfast.report.ledger.rankledger import RANK_CLASSES
 from holdfast.report.ledger.timeledger import CLASSES
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -131,8 +132,8 @@ _GAUGES = (
         "cost_usd",
         "dollars",
         "gauge",
-        "Price of the nodes by class of time, if plan.cluster has prices",
-        {"class": tuple(CLASSES)},
+        "Price of the nodes by class of time, at the prices that the nodes told the run",
+        {"class": tuple(RANK_CLASSES)},
     ),
     MetricSpec(
         "work_at_risk_seconds", "seconds", "gauge", "Training since the last committed checkpoint"

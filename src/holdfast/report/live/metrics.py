@@ -22,7 +22,6 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.health import STALLED_AFTER_TIMEOUTS
-from holdfast.errors import UserError
 from holdfast.events import (
     BatchFed,
     CheckpointCaptured,
@@ -54,10 +53,11 @@ from holdfast.events import (
     WorkerPaced,
 )
 from holdfast.machine.device_readings import DeviceReading, read_devices
-from holdfast.plan.hardware.cluster_file import HERE, read_cluster
+from holdfast.policy.spending import SpendMeter
 from holdfast.report.ledger.incidents import IncidentBook
+from holdfast.report.ledger.nodetimes import dollars_by_class
 from holdfast.report.ledger.ordering import order_records
-from holdfast.report.ledger.timeledger import TimeLedger
+from holdfast.report.ledger.rankledger import RankLedger
 from holdfast.report.ledger.transfers import TransferSum, add_transfers
 from holdfast.report.live.catalogue import CATALOGUE, PREFIX, RUN_LABEL, RUN_STATES, MetricSpec
 
@@ -102,7 +102,6 @@ class RunFacts:
     steps: int = 0  # that the run is to do
     workers: int = 0  # that the run file asks for
     progress_limit_s: float = 0.0  # age of the newest step of a run that is stuck
-    usd_per_node_hour: float | None = None
     epoch_samples: int = 0  # of one pass over the data
 
     @staticmethod
@@ -112,24 +111,8 @@ class RunFacts:
             config.train.steps,
             config.layout.workers,
             STALLED_AFTER_TIMEOUTS * config.cluster.progress_seconds,
-            _price(config),
             config.task.samples,
         )
-
-
-def _price(config: RunConfig) -> float | None:
-    """Return dollars an hour of a mean node of `plan.cluster`; None if one has no price."""
-    if config.plan.cluster in ("", HERE):
-        return None
-    try:
-        pools = read_cluster(config.plan.cluster).pools
-    except UserError:  # a finished run, seen from another folder or machine, has no such file
-        return None
-    prices = [pool.usd_per_hour for pool in pools if pool.usd_per_hour is not None]
-    if len(prices) < len(pools):
-        return None
-    nodes = [pool.nodes for pool in pools]
-    return sum(price * number for price, number in zip(prices, nodes, strict=True)) / sum(nodes)
 
 
 class RunMetrics:
@@ -153,15 +136,13 @@ class RunMetrics:
         self._flops = dict(flops_per_token or {}) if peak_flops else {}
         self._peak = peak_flops or 1.0
         self._lock = threading.Lock()
-        self._ledger = TimeLedger()
+        self._ranks, self._meter = RankLedger(), SpendMeter()
+        self._ledger = self._ranks.time
         self._book = IncidentBook()
         self._highest = 0  # newest step ever done
         self._transfers: dict[str, TransferSum] = {}  # by kind of state
         self._committed = 0  # newest committed step
         self._at_risk: list[tuple[int, float]] = []  # steps since the last commit, their seconds
-        self._costs = dict.fromkeys(self._ledger.totals(), 0.0)  # dollars by class
-        self._priced = dict(self._costs)  # seconds by class that `_costs` has
-        self._nodes = 0  # of the newest generation
         self._members: frozenset[str] = frozenset()  # names of its nodes
         self._losses: deque[float] = deque(maxlen=_LOSS_WINDOW)
         self._best = float("inf")  # smallest mean of `_losses`
@@ -203,7 +184,8 @@ class RunMetrics:
 
     def observe(self, record: Record) -> None:
         with self._lock:
-            self._ledger.observe(record)
+            self._ranks.observe(record)
+            self._meter.observe(record)
             before = self._book.current
             ended = self._book.observe(record, self._ledger.wall)
             if ended is not None:
@@ -239,24 +221,14 @@ class RunMetrics:
                 self._set("goodput_seconds", seconds, name)
             self._set("goodput_ratio", self._ledger.goodput, "run")
             self._set("work_at_risk_seconds", sum(seconds for _, seconds in self._at_risk))
-            if self._facts.usd_per_node_hour is not None:
-                self._add_costs()
-                for name, dollars in self._costs.items():
-                    self._set("cost_usd", dollars, name)
+            dollars = dollars_by_class(self._ranks, self._meter.stays)
+            for name, value in (dollars or {}).items():
+                self._set("cost_usd", value, name)
             return self.registry
 
     def render(self) -> bytes:
         """Prometheus text format, version 0.0.4."""
         return generate_latest(self.refresh())
-
-    def _add_costs(self) -> None:
-        """Price the seconds since the last call with the nodes of the newest generation."""
-        price = (self._facts.usd_per_node_hour or 0.0) * self._nodes / 3600
-        totals = self._ledger.totals()
-        for name, seconds in totals.items():
-            paid = 0.0 if name == "stopped" else price
-            self._costs[name] += (seconds - self._priced[name]) * paid
-        self._priced = totals
 
     # --- one record -------------------------------------------------------------------------
     def _take(self, record: Record) -> None:
@@ -342,9 +314,7 @@ class RunMetrics:
 
     def _generation(self, record: Record, event: GenerationStarted) -> None:
         nodes = event.topology.get("nodes", ())
-        if self._nodes:  # of the first generation, the nodes that started are paid, too
-            self._add_costs()
-        self._nodes, self._members = len(set(nodes)), frozenset(nodes)
+        self._members = frozenset(nodes)
         self._set("generation", record.generation)
         self._set("world_size", len(nodes))
         self._judge()

@@ -46,7 +46,8 @@ RETRY_EXIT_CODE = 75
 """Exit code of a process that is to be started again (EX_TEMPFAIL of sysexits.h)."""
 POLL_INTERVAL_S = 0.5
 SAVE_INTERVAL_S = 1.0  # Seconds between two positions that are stored in the middle of a batch
-NICENESS = 19  # A tracker gets the processor when no worker wants it
+NICENESS = 19
+"""A tracker gets the processor when no worker wants it."""
 FOLDER = "trackers"
 MAX_LOG_BYTES = 4 << 20  # A log that is larger when the process starts becomes `LOG.old`
 _MAX_SENTENCE_CHARS = 500
@@ -66,6 +67,7 @@ class TrackerSpec:
     timeout_s: float = 60.0  # of one call
     paths: list[str] = field(default_factory=list)  # where a module that is not installed may lie
     log: str = ""  # file for all output; "": standard error
+    niceness: int = NICENESS
 
     def to_json_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -249,7 +251,7 @@ def main() -> int:
     spec = TrackerSpec.from_json_line(sys.stdin.buffer.readline())
     if arguments.lifeline >= 0:
         lifeline.watch_lifeline(arguments.lifeline)
-    os.nice(NICENESS)
+    os.nice(spec.niceness)
     set_process_title(f"tracker {spec.tracker}", spec.run)
     sys.path += spec.paths
     for name, value in _QUIET.items():

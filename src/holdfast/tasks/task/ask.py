@@ -83,7 +83,7 @@ def run_entries(
 
         dataset = open_dataset(config.data.folder, config.data)
         key = config.objective.reference.key
-        batches = Batches(dataset, config.data, config.train, config.seed, skips, key)
+        batches = Batches(dataset, config.data, config.step_train, config.seed, skips, key)
         return stand_in_entries(batches, missing, last_step)
     dumped = config.model_dump(mode="json")
     found = _ask(Question("entries", dumped, skips.to_json(), list(missing), last_step))

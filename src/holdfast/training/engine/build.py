@@ -20,6 +20,7 @@ from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
 from holdfast.core.sharding.state_table import mesh_box
+from holdfast.layout import Topology
 from holdfast.options.registry import hooks, run_hooks
 from holdfast.parallel.axes.expert_parallel import shared_experts
 from holdfast.parallel.axes.partitioned_input import PartitionedInput
@@ -29,6 +30,8 @@ from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.axes.zero1 import OwnedRows
 from holdfast.parallel.comm.comm_stats import TrafficCounter
 from holdfast.parallel.comm.trace import SpanRecorder
+from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.gradients.cell_team import CellTeam
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
 from holdfast.parallel.torch_compat import (
     Store,
@@ -40,6 +43,8 @@ from holdfast.parallel.torch_compat import (
 )
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
+from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.learners import LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
@@ -153,10 +158,14 @@ def build_engine(
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     layout, named = config.layout, partial(task.named_parameters, objective)
+    learners: LearnerExecutor | None = None
+    if config.outer.is_on:
+        executor = learners = _learners(config, task, groups, executor, parameters, objective)
+        dealer = deal  # as the state of learners is placed
     for wrap in hooks("layout", layout, lambda effect: effect.executor):
         executor, parameters = wrap(config, executor, parameters, named)
     # Tokens of a microbatch, or its samples if a task of the user counts.
-    tokens = config.train.microbatch_size
+    tokens = config.step_train.microbatch_size
     counts_tokens = not config.task.name and not config.objective.counts
     tokens *= config.data.sequence_length if counts_tokens else 1
     engine = StepEngine(
@@ -165,13 +174,16 @@ def build_engine(
         parameters,
         feed,
         groups,
-        config.train,
+        config.step_train,
         device,
         dealer,
         task.user_parts,
         LossScale(tokens, device, is_dynamic=precision.scales_loss),
         config.rollout.lag if config.rollout.is_on else 0,
+        learners,
     )
+    if learners is not None:
+        learners.step = lambda: engine.step
     engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
@@ -180,6 +192,30 @@ def build_engine(
     if not memory.stages_updates:
         memory.count("optimizer", (t for slot in engine.optimizer.slots for t in slot.tensors))
     return engine
+
+
+def _learners(
+    config: RunConfig,
+    task: EngineTask,
+    groups: ProcessGroups,
+    passes: Executor,
+    parameters: Parameters,
+    objective: nn.Module,
+) -> LearnerExecutor:
+    """What trains the learners of this rank. Their inner steps sum gradients on it alone, by the
+    same tree over microbatches."""
+    named = task.named_parameters(objective)
+    alone = replace(groups.replica, index=0, ranks=(0,))
+    topology = Topology(groups.topology.generation, (alone,), ("",))
+    peers, cells = PeerGroup(groups.settings.store, "", 0, 1), run_cells(config, topology, 0)
+    teams = [(cell, CellTeam(peers, cell.members, 0, (0,))) for cell in cells]
+    boxes = {box.name: box for box in parameters.boxes}
+    dtype, working = parameters.master_tensors[0].dtype, parameters.compute_tensors
+    bucket_bytes = int(config.layout.bucket_mb * 1e6)
+    inner = ReplicatedGradients(named, boxes, teams, dtype=dtype, bucket_bytes=bucket_bytes)
+    if working[0].dtype != dtype:
+        working = [torch.zeros_like(master) for master in parameters.master_tensors]
+    return LearnerExecutor(config, groups, passes, inner, parameters, working, task.user_parts)
 
 
 def _prepare_units(
@@ -280,7 +316,7 @@ def _unsharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         return Parameters(table, lengths, trained, initial, [], rows.gather, memory), feed
     trained = [p.data for p in named.values()]  # an update of them is not seen by a graph
     computed: list[torch.Tensor] = []
-    if precision.mixed:
+    if precision.mixed or parts.config.outer.is_on:
         computed = trained
         shapes = [tuple(p.shape) for p in computed]
         trained = memory.zeros("optimizer", shapes, precision.state)
@@ -306,7 +342,7 @@ def _replicated_feed(
             wanted=wanted,
             by_unit=by_unit,
             buffers=parts.make_sum,
-            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE and not config.outer.is_on,
             fast=config.layout.reduction == "fast",
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
         )

@@ -66,7 +66,7 @@ from holdfast.training.objectives.registry import means_of, sum_names_of
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 if TYPE_CHECKING:
-    from holdfast.training.engine.protocols import StepFeed, StepShare
+    from holdfast.training.engine.protocols import LearnerStates, StepFeed, StepShare
 
 
 GradientFeed = Callable[[ProcessGroups, GradientFeeder | None], GradientFeeder]
@@ -87,6 +87,7 @@ class StepEngine:
     judge_loss: is shown the account of a step before this rank votes; whether it has jumped, on one
     rank. loss_jump: what it found of the newest step. loss_scale: see `Executor`. lagged: older
     weights that the run still needs. on_applied: called with a step once it has been applied.
+    learners: what this rank keeps of those that train apart (`train` is that of a round then).
     sum_names: of what an objective adds up next to the loss. counts: see `events.StepDone`.
     """
 
@@ -103,6 +104,7 @@ class StepEngine:
         user: UserParts | None = None,
         loss_scale: LossScale = NOT_SCALED,
         lag: int = 0,
+        learners: LearnerStates | None = None,
     ):
         self._user, self.objective, self.executor = user or UserParts(), objective, executor
         executor.loss_scale = self.loss_scale = loss_scale
@@ -118,7 +120,8 @@ class StepEngine:
         self.around_update: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: (
             nullcontext()
         )
-        self.plan = StepPlan(train, groups, dealer)
+        self.learners = learners
+        self.plan = StepPlan(train, groups, dealer, is_fixed=learners is not None)
         self.status, self.history = StepStatus(), StepHistory()
         held, gradients = (parameters.table, parameters.master_tensors), self._gradients.gradients()
         where = parameters.memory, parameters.boxes
@@ -240,17 +243,35 @@ class StepEngine:
         """`apply`, without what computes on copies: that is brought up to date by a rebuild."""
         status, rate = self.status, self.learning_rate(self.step)
         status.record_verdict(verdict)
-        clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
+        clip = clip_factor(self.mean_norm(verdict), self.train.optimizer.clip_norm)
         status.is_torn = True
         self.lagged.shift()
         if not verdict.is_skipped:
-            divisor = (verdict.tokens or 1) / clip * self.loss_scale.factor
+            divisor = self._divisor(verdict) / clip * self.loss_scale.factor
             with self.around_update(self.parameters.master_tensors):
                 self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
+        if self.learners is not None:
+            self.learners.commit()
         self.history.applied_verdicts.append((status.step, self.loss_scale.settle(verdict)))
         status.finish_update()
         self.history.unreported_step = status.step
-        return rate
+        return self.shown_rate(status.step)
+
+    def _divisor(self, verdict: StepVerdict) -> float:
+        """What the sum over microbatches is divided by."""
+        if self.learners is not None and self.learners.counts_alike:
+            return self.plan.leaves(self.step)
+        return verdict.tokens or 1
+
+    def mean_norm(self, verdict: StepVerdict) -> float:
+        """Norm of what a step is applied with; 0 if it is skipped."""
+        if self.learners is None:
+            return verdict.mean_norm
+        return verdict.norm / self._divisor(verdict)
+
+    def shown_rate(self, step: int) -> float:
+        """The learning rate of a step for its report: with learners that of their last one."""
+        return self.learning_rate(step) if self.learners is None else self.learners.rate(step)
 
     def metrics(self, verdict: StepVerdict) -> dict[str, float]:
         """The means of an objective's sums in a step."""
@@ -293,6 +314,8 @@ class StepEngine:
     @property
     def is_replica_intact(self) -> bool:
         """Whether the groups inside the replica can still be used."""
+        if self.learners is not None:
+            return False  # other learners may come, with state that is elsewhere now
         alone = len(self.groups.replica.ranks) == 1
         return alone or not self.groups.replica_groups.is_aborted
 
@@ -305,6 +328,7 @@ class StepEngine:
     def computed_leaves(self) -> tuple[int, ...]:
         """The microbatches of the open step that this rank has computed, and can keep."""
         can_keep = self.status.stage is StepStage.COMPUTING and not self.executor.is_asynchronous
+        can_keep = can_keep and not self.plan.is_fixed
         return self._gradients.computed_leaves if can_keep else ()
 
     def keep_computed(self) -> None:
@@ -350,7 +374,8 @@ class StepEngine:
     def state(self) -> list[LocalTensor]:
         """All that a checkpoint must hold of this rank; the same storage every time."""
         state = state_tensors(self.parameters, self.optimizer.slots)
-        return state + self.loss_scale.state() + self.lagged.state()
+        state += self.loss_scale.state() + self.lagged.state()
+        return state if self.learners is None else state + self.learners.state()
 
     def load(self, read: ReadBox) -> None:
         """Fill the state in place from a reader of boxes."""
@@ -363,6 +388,8 @@ class StepEngine:
         clear(self.optimizer.slots)
         self.loss_scale.reset()
         self.lagged.reset()
+        if self.learners is not None:
+            self.learners.reset()
 
     def close(self) -> None:
         """Leave the groups in an orderly way."""

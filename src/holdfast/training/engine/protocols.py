@@ -6,7 +6,7 @@ loop itself knows no process, no file and no network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from holdfast.data.stream.loader import StepBatch
@@ -65,6 +65,33 @@ class Saver(Protocol):
     def wait_until_committed(self, step: int, seconds: float, durable: bool = True) -> str | None:
         """Wait until `step` is durable, or without `durable` handed over. Returns None when it
         is, otherwise the reason why it is not."""
+        ...
+
+
+class LearnerStates(Protocol):
+    """What a rank keeps of the learners that it computes; see `training/engine/learners.py`.
+
+    counts_alike: each learner counts once in the average; otherwise by its tokens. on_progress:
+    called after each inner step.
+    """
+
+    counts_alike: bool
+    on_progress: Callable[[], None]
+
+    def rate(self, step: int) -> float:
+        """The rate of the last inner step of a round."""
+        ...
+
+    def state(self) -> list[LocalTensor]:
+        """What a checkpoint holds of them after the last `commit`; the same storage every time."""
+        ...
+
+    def reset(self) -> None:
+        """Begin as before the first round."""
+        ...
+
+    def commit(self) -> None:
+        """The round that was computed last is applied."""
         ...
 
 

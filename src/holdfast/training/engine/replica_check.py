@@ -66,6 +66,8 @@ class ReplicaChecker:
         found: dict[Holders, list[Box]] = {}
         known: dict[object, list[tuple[Holders, Box]]] = {}
         for spec in table:
+            if spec.of_learners:
+                continue  # each is held once
             stages = tuple(stages_of(spec, replica) for replica in topology.replicas)
             like = (replace(spec, name="", positions=()), stages)
             if like not in known:  # the blocks of a stage are all alike

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.train import ProfileConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import HoldfastError, NonFiniteError
 from holdfast.events import (
@@ -22,11 +24,13 @@ from holdfast.events import (
     Blamed,
     CheckpointSkipped,
     NonFinite,
+    OuterRound,
     SaveInterval,
     StateDiffers,
     StepDone,
     StepTraced,
 )
+from holdfast.parallel.comm.trace import REDUCE
 from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
 from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
@@ -38,9 +42,10 @@ from holdfast.training.engine.fallbacks import Fallbacks
 from holdfast.training.engine.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
 from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
+from holdfast.training.engine.step_profiler import StepProfiler
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
-from holdfast.training.engine.weights_digest import WeightsDigester
+from holdfast.training.engine.weights_digest import WeightsDigester, digest_of_weights
 from holdfast.training.memory.meters import ExpertMeter, MemoryMeter
 
 _FINAL_SLOT_TIMEOUT_S = 60.0  # seconds for a free slot, where the run was asked to stop
@@ -214,6 +219,7 @@ class TrainingLoop:
         tier_durations: Callable[[], TierDurations] = TierDurations,
         is_in_danger: Callable[[], bool] = lambda: False,
         retry: StepRetry | None = None,
+        profiler: StepProfiler | None = None,
     ):
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config = saver, evaluator, config
@@ -223,6 +229,8 @@ class TrainingLoop:
             settle_seconds,
         )
         engine.on_vote_sent = lambda: reporter.progress(engine.step, "vote")
+        if engine.learners is not None:
+            engine.learners.on_progress = lambda: reporter.progress(engine.step, "compute")
         self.clock = clock
         self.replica_checker: ReplicaChecker | None = None
         self.digester: WeightsDigester | None = None
@@ -250,6 +258,9 @@ class TrainingLoop:
             is_in_danger,
         )
         self.retry = retry
+        self.profiler = profiler or StepProfiler(
+            self.rank, engine.device, ProfileConfig(), Path(), reporter.emit
+        )
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit, engine.objective)
         judges = self.rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
@@ -267,6 +278,16 @@ class TrainingLoop:
         if self.start_step >= last_step:
             return TrainingOutcome("finished", self.start_step)
         self.resume_validation(self.start_step)
+        try:
+            outcome = self._run_steps(loader)
+            if outcome.kind != "paused":
+                self.profiler.wait_until_written()
+            return outcome
+        finally:
+            self.profiler.close()
+
+    def _run_steps(self, loader: StepFeed) -> TrainingOutcome:
+        last_step = self.config.train.steps
         for batch in self.engine.order_shares(loader):
             stopping = self.step(batch)
             if batch.step >= last_step or stopping:
@@ -286,8 +307,9 @@ class TrainingLoop:
 
     def step(self, batch: StepShare) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
-        step, watch = batch.step, self.timer
+        step, watch, profiler = batch.step, self.timer, self.profiler
         watch.lap("data")
+        profiler.begin(step, "compute")
         if self.recorder is not None:
             # What a validation left is not of this step.
             self.recorder.begin(is_traced=self.config.layout.is_traced(step))
@@ -299,18 +321,24 @@ class TrainingLoop:
             self.fallbacks.look(step, self.engine.dealt_shares)
         self.engine.compute(batch.microbatches)
         watch.lap("compute")
+        profiler.phase("reduce")
         self.reporter.progress(step, "reduce")
         verdict = self._reduce(step)
         watch.lap("reduce")
+        profiler.phase("apply")
         rate = self.engine.apply(verdict)
         _, verdict = self.engine.history.applied_verdicts[-1]
         watch.lap("apply")
+        profiler.phase("save and report")
         self._check_replicas(step)
         if self.digester is not None:
             digest = self.digester.event(self.rank, step, self.engine.state())
             if digest is not None:
                 self.reporter.emit(digest)
                 watch.lap("digest")
+        if self.config.outer.is_on:
+            self.reporter.emit(self._outer_round(batch))
+            watch.lap("digest")
         # Report the spans of the steps that the run file asks for.
         if self.recorder is not None and self.config.layout.is_traced(step):
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
@@ -322,10 +350,18 @@ class TrainingLoop:
         if into is not None:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
             self.saver.announce(step, meta, into)
+        profiler.end(step)
         watch.start()
         self.is_pausing = verdict.requests.pause
         self.reporter.progress(step, "data")
         return verdict.requests.stop
+
+    def _outer_round(self, batch: StepShare) -> OuterRound:
+        """What this rank tells of a round."""
+        sha256 = digest_of_weights(self.config, self.engine.state())
+        learners = list(self.engine.plan.share(batch.step))
+        sent = 0 if self.traffic is None else self.traffic.bytes_by_kind.get(REDUCE, 0)
+        return OuterRound(self.rank, sha256, learners, sent, step=batch.step)
 
     def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that
@@ -391,7 +427,7 @@ class TrainingLoop:
             StepDone(
                 loss=verdict.mean_loss,
                 tokens=verdict.tokens,
-                grad_norm=verdict.mean_norm,
+                grad_norm=self.engine.mean_norm(verdict),
                 learning_rate=rate,
                 seconds=sum(phases.values()),
                 samples=self.engine.plan.samples(batch.step),

@@ -28,11 +28,14 @@ class StepPlan:
     """The sizes of all steps, and how each is dealt to the replicas.
 
     groups: of the present generation. dealer: who computes which microbatch; every rank must be
-    given the same. One step may differ from it: one that is resumed, or dealt elsewhere.
+    given the same. One step may differ from it: one that is resumed, or dealt elsewhere. is_fixed:
+    none does, because a replica has state that its share needs.
     """
 
-    def __init__(self, train: TrainConfig, groups: ProcessGroups, dealer: Dealer):
-        self._groups, self._dealer = groups, dealer
+    def __init__(
+        self, train: TrainConfig, groups: ProcessGroups, dealer: Dealer, is_fixed: bool = False
+    ):
+        self._groups, self._dealer, self.is_fixed = groups, dealer, is_fixed
         self._microbatch_size = train.microbatch_size
         self._schedule = BatchSchedule(
             train.batch_size, [(s.from_step, s.batch_size) for s in train.batch_warmup]
@@ -72,7 +75,7 @@ class StepPlan:
         """Move the microbatches in `avoid` away from the replicas listed there when `step`
         begins, if other replicas can take them. Every rank must receive the same. A resumed step
         is not changed."""
-        if self._resumed_step is None:
+        if self._resumed_step is None and not self.is_fixed:
             self._resumed_step = ResumedStep(step, deal_away_from(self.shares(step), avoid), ())
 
     def regroup(self, groups: ProcessGroups, dealer: Dealer) -> None:

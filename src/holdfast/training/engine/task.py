@@ -281,7 +281,7 @@ class DecoderTask:
             return self._open_source(dataset)
         opened = open_dataset(dataset, config.data)
         key = config.objective.reference.key
-        return Batches(opened, config.data, config.train, config.seed, reference=key)
+        return Batches(opened, config.data, config.step_train, config.seed, reference=key)
 
     def loader(
         self, batches: TaskBatchSource, share: Callable[[int], Sequence[int]], **where: Any

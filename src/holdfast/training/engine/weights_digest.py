@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from holdfast.config.run import RunConfig
-from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.ownership import Ownership
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.state_table import MODEL_PREFIX, StateTable
@@ -36,6 +36,12 @@ def digest_of_boxes(tensors: Mapping[str, LocalTensor], boxes: Iterable[Box]) ->
         found.update(place.encode())
         found.update(box_bytes(tensor, box))
     return found.hexdigest()
+
+
+def digest_of_weights(config: RunConfig, state: Iterable[LocalTensor]) -> str:
+    """Return the SHA-256 of all weights, of a rank that holds all of them."""
+    boxes = [whole_box(row.name, row.shape) for row in weight_rows(config)]
+    return digest_of_boxes({local.name: local for local in state}, boxes)
 
 
 class WeightsDigester:

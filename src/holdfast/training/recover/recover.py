@@ -29,7 +29,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.reshard_plan import ReshardPlan, plan_reshard
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.step_resume import deal_rest
-from holdfast.events import BatchFed, Event, StepDone
+from holdfast.events import BatchFed, Event, OuterRound, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.axes.process_groups import complete, join_control
 from holdfast.parallel.axes.reshard import LocalShard, move
@@ -47,7 +47,7 @@ from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.step_status import REMEMBERED_STEPS, PhaseTimer
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.training.engine.weights_digest import WeightsDigester
+from holdfast.training.engine.weights_digest import WeightsDigester, digest_of_weights
 from holdfast.training.objectives.registry import sum_names
 from holdfast.training.recover.recovery_agreement import (
     NO_STATE,
@@ -192,7 +192,7 @@ class GenerationEntry:
         control = join_control(self.settings, self.topology, self.rank)
         self.timer.lap("control")
         self.on_meeting(control)
-        train = self.config.train
+        train = self.config.step_train
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size
         before, came_from = self.old_topology, self.came_from
@@ -264,6 +264,9 @@ class GenerationEntry:
             step = found.resolution.step
             digest = digester.event(self.rank, step, session.engine.state()) if step else None
             events += [] if digest is None else [digest]
+        if self.config.outer.is_on and (step := found.resolution.step):
+            sha256 = digest_of_weights(self.config, session.engine.state())
+            events.append(OuterRound(self.rank, sha256, [], 0, step=step))
         session.engine.history.unreported_step = 0
         self.timer.lap("events")
         return RecoveryResult(
@@ -326,8 +329,8 @@ def _step_events(engine: StepEngine, agreement: Agreement, max_steps: int) -> li
         StepDone(
             loss=verdict.mean_loss,
             tokens=verdict.tokens,
-            grad_norm=verdict.mean_norm,
-            learning_rate=engine.learning_rate(number),
+            grad_norm=engine.mean_norm(verdict),
+            learning_rate=engine.shown_rate(number),
             seconds=0.0,
             samples=engine.plan.samples(number),
             phases={},

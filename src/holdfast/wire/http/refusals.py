@@ -1,21 +1,22 @@
 """Refused requests, counted by listener and reason, and reported at most once a minute.
 
 A listener that refuses calls `count`, which costs a lock and two additions. Nothing of a request
-(no address, no body, no header) is kept. The first refusal is reported within a second. Those that
-follow within a minute are reported together at its end: a stranger can make our journal grow by a
-line a minute.
+(no address, no body, no header) is kept. A path is named only from the listener's own table. The
+first refusal is reported within a second. Those that follow within a minute are reported together
+at its end: a stranger can make our journal grow by a line a minute.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar
 
 from holdfast.events import RequestsRefused
 from holdfast.wire.http.auth import AuthFault
 
+V = TypeVar("V", int, str)
 CONTROL, HEALTH, MOVER, PEERS = "control", "health", "mover", "peers"
 """Names of the listeners, as counted."""
 
@@ -60,13 +61,17 @@ class Refusals:
         self._interval_s = interval_s
         self._totals: Counter[tuple[str, str]] = Counter()
         self._reported: Counter[tuple[str, str]] = Counter()
+        self._requests: dict[tuple[str, str], str] = {}  # method and path of the newest
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def count(self, listener: str, reason: RefusalReason) -> None:
+    def count(self, listener: str, reason: RefusalReason, request: str = "") -> None:
+        """request: method and path from the listener's own table; "": the path is not in it."""
         with self._lock:
             self._totals[listener, reason] += 1
+            if request:
+                self._requests[listener, reason] = request
             if self._report is not None and self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
                 self._thread.start()
@@ -93,15 +98,16 @@ class Refusals:
                     self._thread = None
                     return
                 self._reported = self._totals.copy()
+                requests, self._requests = self._requests, {}
             if self._report is not None:
-                self._report(RequestsRefused(_by_listener(news)))
+                self._report(RequestsRefused(_by_listener(news), _by_listener(requests)))
             self._closing.wait(self._interval_s)
 
 
 def describe_refusals(event: RequestsRefused) -> str | None:
     """Return one line about strangers; None if no stranger was refused."""
     parts = [
-        f"{number} at {listener} ({reason})"
+        f"{number} at {listener} ({reason}{_request_text(event, listener, reason)})"
         for listener, reasons in sorted(event.counts.items())
         for reason, number in sorted(reasons.items())
         if reason not in ROUTINE_REASONS
@@ -109,8 +115,13 @@ def describe_refusals(event: RequestsRefused) -> str | None:
     return f"refused requests: {', '.join(parts)}" if parts else None
 
 
-def _by_listener(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    nested: dict[str, dict[str, int]] = {}
-    for (listener, reason), number in sorted(counts.items()):
-        nested.setdefault(listener, {})[reason] = number
+def _request_text(event: RequestsRefused, listener: str, reason: str) -> str:
+    request = event.requests.get(listener, {}).get(reason)
+    return f", {request}" if request else ""
+
+
+def _by_listener(values: Mapping[tuple[str, str], V]) -> dict[str, dict[str, V]]:
+    nested: dict[str, dict[str, V]] = {}
+    for (listener, reason), value in sorted(values.items()):
+        nested.setdefault(listener, {})[reason] = value
     return nested

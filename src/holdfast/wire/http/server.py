@@ -60,13 +60,13 @@ class RequestGuard:
         self.limiter = limiter
         self.tls = listener_context(secret)
 
-    def count(self, reason: RefusalReason) -> None:
-        """Count a request that is refused."""
-        self.limiter.refusals.count(self.limiter.listener, reason)
+    def count(self, reason: RefusalReason, request: str = "") -> None:
+        """Count a request that is refused. request: as of `Refusals.count`."""
+        self.limiter.refusals.count(self.limiter.listener, reason, request)
 
-    def refuse(self, status: int, reason: RefusalReason) -> HttpResponse:
+    def refuse(self, status: int, reason: RefusalReason, request: str = "") -> HttpResponse:
         """Refuse a request, unsigned, and close its connection."""
-        self.count(reason)
+        self.count(reason, request)
         return HttpResponse(status, close=True)
 
     def sign(
@@ -81,7 +81,9 @@ class RequestGuard:
         digest = sign_answer(self._secret, proof.nonce, status, content)
         return f"holdfast-hmac: {digest}\r\ncontent-type: {kind}\r\n".encode()
 
-    def prove(self, head: RequestHead, target: str) -> tuple[Proof, BodyClaim] | HttpResponse:
+    def prove(
+        self, head: RequestHead, target: str, request: str = ""
+    ) -> tuple[Proof, BodyClaim] | HttpResponse:
         """Check the proof in a head; return it, and what the head says of the body. Without a valid
         one, return the answer. Raises ValueError for a body of unknown length."""
         claim = BodyClaim.of(head)
@@ -91,10 +93,10 @@ class RequestGuard:
             self._verifier.check(head.method.decode(), target, covered, proof)
         except MisdirectedError as error:
             if error.fault != "first contact":
-                self.count(error.fault)
+                self.count(error.fault, request)
             return self.sign(proof, MISDIRECTED_STATUS, self._verifier.misdirected_answer())
         except AuthError as error:
-            return self.refuse(401, error.fault)
+            return self.refuse(401, error.fault, request)
         return proof, claim
 
 
@@ -151,21 +153,22 @@ class SignedApplication(RequestGuard):
         if head.method != b"POST":
             return self.refuse(405, "no such path")
         path, handler = found
+        request = f"POST {path}"
         try:
-            proven = self.prove(head, path)
+            proven = self.prove(head, path, request)
         except ValueError:
-            return self.refuse(411, "malformed")
+            return self.refuse(411, "malformed", request)
         if isinstance(proven, HttpResponse):
             return proven
         proof, claim = proven
         if claim.length > self._max_body_bytes:
-            self.count("too long")
+            self.count("too long", request)
             limit = f"{claim.length} bytes, and {self._max_body_bytes} are allowed"
             return self.sign(proof, 413, {"error": f"the request is too long: {limit}"}, close=True)
 
         async def read(body: bytes) -> HttpResponse:
             if not claim.matches(body):
-                return self.refuse(401, "wrong proof")
+                return self.refuse(401, "wrong proof", request)
             status, value = await self._answer(path, handler, proof.generation, body)
             return self.sign(proof, status, value)
 
@@ -185,13 +188,13 @@ class SignedApplication(RequestGuard):
         try:
             value = parse_json(body)
             if not isinstance(value, dict):
-                self.count("malformed")
+                self.count("malformed", f"POST {path}")
                 return 400, {"error": "the body is not a JSON object"}
             return 200, await handler(generation, value)
         except FencedError as error:
             return 409, {"error": str(error)}
         except (ValueError, KeyError, TypeError) as error:
-            self.count("malformed")
+            self.count("malformed", f"POST {path}")
             name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             return 400, {"error": f"{name}{error}"}
         except Exception as error:  # our own bug: the worker that asked says it aloud

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.data.permutation import MAX_SIZE, Permutation
-from holdfast.core.data.sample_order import BatchSchedule, Mixture, SampleOrder
+from holdfast.core.data.sample_order import (
+    BatchSchedule,
+    MixChange,
+    Mixture,
+    SampleOrder,
+    SourceEnd,
+)
 from holdfast.core.data.target_weights import (
     LARGEST,
     PER_ONE,
@@ -24,6 +30,7 @@ from holdfast.core.data.target_weights import (
 from holdfast.core.weights import UNIT
 from holdfast.errors import ConfigError
 
+KEYS = st.integers(0, 2**63 - 1)
 STAGES = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=4, unique_by=lambda s: s[0]
 ).map(sorted)
@@ -88,6 +95,56 @@ def test_mixture_refuses_a_vanishing_weight() -> None:
         Mixture([1.0, 1e-6])
 
 
+@given(weights=st.lists(st.integers(0, 300), min_size=1, max_size=8).filter(any))
+@settings(deadline=None, max_examples=40)
+def test_an_exact_mixture_is_never_a_sample_off(weights: list[int]) -> None:
+    mixture = Mixture.exact(weights, "here")
+    places = np.arange(mixture.block + 1)
+    for source, weight in enumerate(weights):
+        counted = [mixture.count_before(source, at) for at in places.tolist()]
+        assert np.abs(counted - places * weight / sum(weights)).max() < 1
+        for ordinal in (0, 1, 2 * mixture.counts[source]) if weight else ():
+            assert mixture.assign(mixture.position_of(source, ordinal)) == (source, ordinal)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[SampleOrder, list[SourceEnd | None]]:
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    count = len(sizes)
+    ends = [
+        draw(st.sampled_from([None, SourceEnd(2 * size, "leave"), SourceEnd(size, "stop")]))
+        for size in sizes
+    ]
+    weights = st.lists(st.integers(0, 7), min_size=count, max_size=count).filter(any)
+    starts = draw(st.lists(st.integers(0, 200), max_size=3, unique=True).map(sorted))
+    changes = [MixChange(start, tuple(draw(weights))) for start in starts]
+    first = draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
+    return SampleOrder(draw(KEYS), sizes, first, changes, ends), ends
+
+
+@given(made=orders(), cut=st.integers(0, 400))
+@settings(deadline=None, max_examples=100)
+def test_each_pass_has_every_sample_once_and_each_end_is_kept(
+    made: tuple[SampleOrder, list[SourceEnd | None]], cut: int
+) -> None:
+    order, ends = made
+    length = min(order.length, 400)
+    places = order.places(0, length)
+    assert len(set(zip(*(each.tolist() for each in places), strict=True))) == length
+    for source, end in enumerate(ends):
+        assert int((places[0] == source).sum()) == order.count_before(source, length)
+        assert end is None or order.count_before(source, length) <= end.samples
+        last = places[1][places[0] == source]
+        assert (np.diff(last) >= 0).all()
+    if order.length <= 400:
+        end = ends[order.stopped_by]
+        assert end is not None
+        assert order.count_before(order.stopped_by, length) == end.samples
+    pieces = [order.places(*part) for part in ((0, min(cut, length)), (min(cut, length), length))]
+    for whole, parts in zip(places, zip(*pieces, strict=True), strict=True):
+        assert np.array_equal(whole, np.concatenate(parts))
+
+
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3), seed=st.integers(0, 2**63 - 1))
 @settings(deadline=None, max_examples=30)
 def test_each_epoch_has_every_sample_once(sizes: list[int], seed: int) -> None:
@@ -116,9 +173,6 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
 
 
 # --- the keyed permutation ------------------------------------------------------------------------
-KEYS = st.integers(0, 2**63 - 1)
-
-
 @given(size=st.integers(1, 3000), key=KEYS)
 @settings(deadline=None, max_examples=60)
 def test_every_size_is_permuted(size: int, key: int) -> None:

@@ -17,6 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, Topology, place_layout
 from holdfast.wire.store.run_store import FolderStore
+from tests.support.marks import in_campaign
 from tests.support.mover_process import newest_verified
 from tests.support.processes import STOPPED, runs, state
 from tests.support.ranks import DEADLINE_S, wait_until
@@ -86,7 +87,7 @@ def hold_survivors(
     return held
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [in_campaign(False), True])
 def test_survivors_hold_and_go_on_without_the_lost_one(drive: Drive, on_device: bool) -> None:
     def script(run: Run) -> None:
         held = hold_survivors(run, 1, [0, 2], on_device=on_device)

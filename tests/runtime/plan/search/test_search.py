@@ -28,10 +28,11 @@ from holdfast.plan.hardware.link import Link
 from holdfast.plan.search.search import Limits, SearchResult, search
 from holdfast.plan.search.shares import with_best_shares
 from holdfast.plan.search.splits import balanced_split
+from tests.support.marks import in_campaign
 from tests.support.plan_brute_force import least_step, small_problem
 
-SEEDS = (*range(24), 144, 176, 280)
-"""Problems of the fast test; `benchmarks/runtime/plan_search.py` has 500. Three of them once
+SEEDS = (*range(8), 144, 176, 280, *map(in_campaign, range(8, 24)))
+"""Problems; `benchmarks/runtime/plan_search.py` has 500. Three of them once
 failed."""
 
 

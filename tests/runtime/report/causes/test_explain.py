@@ -17,6 +17,7 @@ from holdfast.events import (
     MajorityLacked,
     NonFinite,
     NoticeReceived,
+    Record,
     RunFailed,
     SourceRejected,
     StateDiffers,
@@ -154,6 +155,15 @@ def test_a_node_that_was_not_heard(is_sure: bool) -> None:
     assert only(found, Mode.NETWORK_TIMEOUT, 1).is_certain == is_sure
 
 
+def test_a_coordinator_that_hears_no_other_node() -> None:
+    run = trained(nodes=("a", "b", "c"))
+    for rank, node in ((2, "c"), (0, "a")):
+        lost = WorkerLost(rank, 0, HEARD, "heartbeat", node)
+        run.records.append(Record(run.generation, "agent.b", rank, run.at, lost))
+    found = restart(run, "node_lost", f"node c was lost ({HEARD})", nodes=("b",))
+    assert not only(found, Mode.NETWORK_TIMEOUT, None).is_certain
+
+
 def test_a_node_whose_agent_ended() -> None:
     run = after(
         trained(nodes=("a", "b")), WorkerLost(1, 0, "its agent has ended", "heartbeat", "b")
@@ -181,6 +191,18 @@ def test_checkpoints_that_were_refused() -> None:
     damaged, refused = explain(run.records)
     assert (refused.mode, refused.step, refused.rank) == (Mode.CHECKPOINT_CORRUPTION, 4, 2)
     assert (damaged.mode, damaged.step, damaged.rank) == (Mode.CHECKPOINT_CORRUPTION, 3, None)
+
+
+def test_a_session_without_an_end_that_was_resumed() -> None:
+    run = trained()
+    lost_at = run.at
+    run.start(resumed=True, pause=60.0)
+    begin(run, "resume")
+    run.stop()
+    run.start(resumed=True)
+    finding = only(explain(run.records), Mode.RUN_LOST, None, "")
+    assert (finding.step, finding.time, finding.is_certain) == (5, lost_at, False)
+    assert [item.place for item in finding.evidence] == ["1/rank0/4", "2/agent/0"]
 
 
 def test_steps_and_states_that_came_out_wrong() -> None:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from typing import Any
@@ -36,7 +36,7 @@ def test_a_thousand_refusals_are_told_in_two_events() -> None:
     refusals.count(CONTROL, "no proof")
     wait_until(lambda: told, what="the first word of it")
     for _ in range(1000):
-        refusals.count(CONTROL, "replayed")
+        refusals.count(CONTROL, "replayed", "POST /heartbeat")
         refusals.count(PEERS, "older generation")
     assert len(told) == 1
     refusals.close()  # says the rest, and does not wait for the minute's end
@@ -45,7 +45,8 @@ def test_a_thousand_refusals_are_told_in_two_events() -> None:
         {"control": {"replayed": 1000}, "peers": {"older generation": 1000}},
     ]
     assert refusals.totals()["control"] == {"no proof": 1, "replayed": 1000}
-    assert describe_refusals(told[1]) == "refused requests: 1000 at control (replayed)"
+    line = "refused requests: 1000 at control (replayed, POST /heartbeat)"
+    assert describe_refusals(told[1]) == line
     assert (
         describe_refusals(RequestsRefused({"peers": {"older generation": 4}})) is None
     )  # not a stranger's
@@ -71,9 +72,11 @@ def test_they_are_in_the_metrics_and_in_the_journals_form() -> None:
 
 
 @contextmanager
-def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
+def serving(
+    report: Callable[[RequestsRefused], None] | None = None, **doors: Any
+) -> Iterator[tuple[str, Refusals]]:
     """A guarded listener with other limits; its address, and what it refuses."""
-    refusals = Refusals()
+    refusals = Refusals(report)
 
     async def echo(generation: int, body: dict[str, Any]) -> dict[str, Any]:
         return body
@@ -87,6 +90,21 @@ def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
 
     with listening(make) as address:
         yield address, refusals
+
+
+def test_a_path_of_ours_is_named_and_a_strangers_is_not() -> None:
+    told: list[RequestsRefused] = []
+    with serving(told.append) as (address, _):
+        for path in ("/echo", "/stranger"):
+            with _connect(address) as connection:
+                connection.sendall(f"POST {path} HTTP/1.1\r\ncontent-length: 0\r\n\r\n".encode())
+                wait_until(lambda c=connection: _cut(c) or None, what=path)
+        wait_until(lambda: told, what="the report")
+    (event,) = told
+    (reason, request) = event.requests["control"].popitem()
+    assert event.counts["control"] == {reason: 1, "no such path": 1}
+    assert request == "POST /echo"
+    assert "stranger" not in str(event)
 
 
 def _connect(address: str) -> socket.socket:

@@ -91,7 +91,8 @@ function showRun(news) {
 function showTiles() {
   const left = run.eta_s === null ? '' : duration(run.eta_s) + ' left';
   const again = run.tokens_again ? si(run.tokens_again) + ' more done again' : '';
-  const hours = Number(run.node_hours.toPrecision(3)) + ' node-hours';
+  const number = hours => Number(hours.toPrecision(3)), unpriced = run.usd !== null && run.unpriced_hours;
+  const hours = number(run.node_hours) + ' node-hours' + (unpriced ? `, ${number(unpriced)} of them without a price` : '');
   const cost = run.usd === null ? [si(run.tokens) + ' ' + run.unit, 'cost', hours + '. No dollars: ' + run.price_missing]
     : [dollars(run.usd), 'cost', `${hours}, ${si(run.tokens)} ${run.unit}`];
   $('tiles').replaceChildren(
@@ -108,7 +109,7 @@ function showClasses() {
   const named = run.classes.map(([name, seconds, about]) => [name, seconds, about, `var(--${COLOURS[name] ?? name})`]);
   const box = (name, seconds, colour) => {
     const found = make('div');
-    found.style.flexGrow = seconds / run.wall_s;
+    found.style.flexGrow = seconds / run.fleet_s;
     found.style.background = colour;
     found.title = `${name}: ${duration(seconds)}`;
     return found;
@@ -118,7 +119,7 @@ function showClasses() {
     const title = make('span'), swatch = make('span', undefined, 'swatch');
     swatch.style.background = colour;
     title.append(swatch, name.replaceAll('_', ' '));
-    return [[title, ''], [duration(seconds), 'n'], [percent(seconds / run.wall_s), 'n'], [about, 'soft wide']];
+    return [[title, ''], [duration(seconds), 'n'], [percent(seconds / run.fleet_s), 'n'], [about, 'soft wide']];
   }));
 }
 function showIncidents() {

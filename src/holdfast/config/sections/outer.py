@@ -1,0 +1,67 @@
+"""The section `outer`: learners that train apart, and the round that brings them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from holdfast.config.sections.base import Never, Section
+
+
+class OuterOptimizerConfig(Section):
+    """What applies the average of a round to the weights."""
+
+    name: Never[Literal["nesterov", "sgd"]] = "nesterov"
+    """nesterov: SGD with Nesterov's momentum, as DiLoCo has it; sgd: SGD"""
+    learning_rate: Never[float] = Field(0.7, gt=0)
+    """rate of the outer update, the same in each round. sgd with rate 1 is local SGD: the weights
+    become the average of the learners'"""
+    momentum: Never[float | None] = Field(None, ge=0, lt=1, description="nesterov: 0.9; sgd: 0")
+
+    @property
+    def momentum_value(self) -> float:
+        """The momentum, with the default of its optimizer."""
+        if self.momentum is None:
+            return 0.9 if self.name == "nesterov" else 0.0
+        return self.momentum
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.name == "nesterov" and self.momentum == 0:
+            yield "momentum 0 leaves nothing of Nesterov's method: use name sgd, or momentum 0.9"
+
+
+class OuterConfig(Section):
+    """Learners that train apart for many steps before they are averaged, for slow links
+    ([outer-rounds.md](../guide/outer-rounds.md)). The curve is not that of data parallelism, so
+    promise 1 holds among runs of the same section alone."""
+
+    learners: Never[int] = Field(0, ge=0, le=4096)
+    """learners, each with its own slice of the sample order and its own optimizer; 0: none, all
+    workers exchange gradients in each step"""
+    every_steps: Never[int] = Field(30, ge=1, le=10**6)
+    """inner steps of a learner in a round"""
+    optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
+    average: Never[Literal["mean", "token_weighted"]] = "mean"
+    """of the learners' changes: each counts once, or by the tokens of its round"""
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if the run has learners."""
+        return self.learners > 0
+
+    def notices(self, has_snapshots: bool) -> Iterator[str]:
+        """Yield the lines that a run prints when it starts. has_snapshots: each round is kept in
+        memory."""
+        if not self.is_on:
+            return
+        yield (
+            f"outer.learners {self.learners}: a step is a round of {self.every_steps} inner steps; "
+            "the curve is another one than that of workers that exchange in each step"
+        )
+        if not has_snapshots:
+            yield (
+                "checkpoint.memory_every_steps is not 1, so a lost worker costs all rounds since "
+                "the last save; use checkpoint.memory_every_steps=1"
+            )

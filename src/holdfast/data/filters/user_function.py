@@ -1,0 +1,111 @@
+"""The stage `function`: a user's own function judges or changes a document.
+
+The function takes the text of a document. It returns True if the document stays, False if it is
+left out, or the text as it shall be. Its file stands alone: it may import what is installed, and
+not the files around it. So a digest of the file says what the function does.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from holdfast.data.filters.plain import document_name, hash_document
+from holdfast.data.filters.verdict import Stage, Verdict
+from holdfast.data.read.files import checksum
+from holdfast.errors import DataError
+
+CALLED_TWICE = 16
+"""One document in so many is given to the function twice: it must say the same both times."""
+
+
+def function_stage(recipe: dict[str, Any]) -> Stage:
+    """Return the stage `function`. Raises DataError for a file or function that cannot be used."""
+    path, name = recipe["place"], recipe["function"]
+    call = _load(path, name, recipe["files"])
+
+    def ask(text: str) -> bool | str:
+        try:
+            answer = call(text)
+        except Exception as error:
+            raise _failed(error, path, f"{name}() failed", text) from error
+        if not isinstance(answer, bool | str):
+            raise DataError(
+                f"{name}() returned {type(answer).__name__}",
+                where=path,
+                remedy="return True, False or a text",
+            )
+        if isinstance(answer, str):
+            try:
+                answer.encode()
+            except UnicodeEncodeError as error:
+                raise _failed(error, path, f"{name}() returned no text", text) from None
+        return answer
+
+    def judge(text: str) -> Verdict:
+        answer = ask(text)
+        high, low, _ = hash_document(text)
+        if low % CALLED_TWICE == 0 and ask(text) != answer:
+            raise DataError(
+                f"{name}() gave two answers for the document {document_name(high, low)}",
+                where=path,
+                remedy="use no clock, no random numbers and nothing from an earlier call",
+            )
+        if answer is False:
+            return Verdict(text, name)
+        if answer is True or answer == text:
+            return Verdict(text)
+        return Verdict(answer, edits=((name, 1),))
+
+    return judge
+
+
+def _load(path: str, name: str, digest: str) -> Any:
+    """Return a function of a file. Raises DataError."""
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the file of a stage cannot be read ({error.strerror})",
+            where=path,
+            remedy="name a Python file in data.stages.*.function",
+        ) from None
+    if checksum(source) != digest:
+        raise DataError(
+            f"the file of {name}() has changed",
+            where=path,
+            remedy=f"put back the file whose xxh3-128 is {digest}, or name another data.folder",
+        )
+    module = ModuleType(f"holdfast_stage_{digest}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except Exception as error:
+        raise _failed(error, path, "the file of a stage cannot be imported") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise DataError(
+            f"the file has no function {name}",
+            where=path,
+            remedy=f"write def {name}(text): there, or name another one",
+        )
+    return found
+
+
+def _failed(error: Exception, path: str, what: str, text: str = "") -> DataError:
+    """Return the refusal of what a user's code did. The document's text is not in it."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
+    of = f" for the document {document_name(*hash_document(text)[:2])}" if text else ""
+    cause = type(error).__name__
+    if isinstance(error, ImportError | SyntaxError | NameError | AttributeError):
+        cause += f": {error}"  # a message that has no text of a document
+    return DataError(
+        f"{what}{of}: {cause}",
+        where=path if line is None else f"{path}:{line}",
+        remedy="mend the function; its file may import only what is installed",
+    )

@@ -1,0 +1,233 @@
+"""Learners: a step of the run is a round, in which each learner trains apart for many inner steps.
+
+This is DiLoCo (Douillard et al., 2023, algorithm 1). A learner is one logical microbatch of the
+step, and its slice of the sample order is that of the microbatch. Its "gradient" is the change of
+the weights in its inner steps. So dealing, tree, vote and recovery are those of any step. A round
+has the same bits for any number of workers.
+
+The module computes with the weights of the learner whose turn it is. A checkpoint holds other
+weights, which stay as they are until the round is applied. A round that fails anywhere has not
+happened: the new state of its learners' optimizers is committed after the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.train import TrainConfig
+from holdfast.core.sharding.optimizer_state import slot_prefix
+from holdfast.core.sharding.state_table import LEARNER_PREFIX, learner_shares
+from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.parallel.axes.process_groups import ProcessGroups
+from holdfast.parallel.axes.replicated import ReplicatedGradients
+from holdfast.parallel.gradients.grad_norm import clip_factor
+from holdfast.training.engine.executors import Executor, Share
+from holdfast.training.engine.objective import IGNORED_TARGET
+from holdfast.training.engine.stage_work import GradientListener
+from holdfast.training.engine.state import LocalTensor, Parameters
+from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
+from holdfast.training.optimizers.optimizer import SlotTensors
+
+LearnerSlots = list[list[Tensor | None]]
+"""By slot and parameter: [learners of this rank, *shape]; None where the parameter has none."""
+
+
+def inner_train(config: RunConfig) -> TrainConfig:
+    """Return `train` of an inner step: its schedule counts inner steps, so that the rate follows
+    the samples and not the rounds."""
+    train, every = config.train, config.outer.every_steps
+    schedule = train.schedule
+    counts = {key: getattr(schedule, key) * every for key in ("steps", "warmup_steps")}
+    counts["decay_steps"] = schedule.decay_steps * every
+    longer = schedule.model_copy(update=counts)
+    return train.model_copy(update={"steps": train.steps * every, "schedule": longer})
+
+
+class LearnerExecutor(Executor):
+    """Runs the rounds of the learners of one rank, one after the other.
+
+    passes: runs the passes of an inner step. inner: sums its gradients, on this rank alone.
+    parameters: what the run has of the weights; the module computes on tensors of its own. working:
+    what a learner updates: those tensors, or in mixed precision copies of theirs in fp32. step: the
+    round that is open. Its `commit` and `state` are those of `LearnerStates`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ProcessGroups,
+        passes: Executor,
+        inner: ReplicatedGradients,
+        parameters: Parameters,
+        working: Sequence[Tensor],
+        user: UserParts,
+    ) -> None:
+        super().__init__(passes.arguments)
+        self._passes, self._inner, self._parameters = passes, inner, parameters
+        self._working, self._user, self._train = list(working), user, inner_train(config)
+        self._every = config.outer.every_steps
+        self._learners = config.outer.learners
+        self.counts_alike = config.outer.average == "mean"
+        self.step: Callable[[], int] = lambda: 1
+        self.on_progress: Callable[[], None] = lambda: None
+        shares = learner_shares(self._learners, groups.replica_count)
+        self._own = shares[groups.coordinate.replica]
+        kept = (parameters.table, self._working, inner.gradients(), user, None, parameters.boxes)
+        self._optimizer = make_optimizer(config.train.optimizer, *kept)
+        self._states = self._make_states(self._optimizer.slots)
+        self._next_states = self._make_states(self._optimizer.slots)
+
+    def _make_states(self, slots: Sequence[SlotTensors]) -> LearnerSlots:
+        count = len(self._own)
+        return [
+            [None if t is None else t.new_zeros((count, *t.shape)) for t in slot.tensors]
+            for slot in slots
+        ]
+
+    # --- a round --------------------------------------------------------------------------
+    def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
+        """Run the round of each learner. Its loss is the sum over all its inner steps."""
+        try:
+            for learner, batch in share:
+                losses.append(self._run_round(learner, batch, listener))
+                self._give_change(learner, batch, listener)
+                listener.check()
+        finally:
+            self._parameters.refresh()
+
+    @torch.no_grad()
+    def _give_change(self, learner: int, batch: Any, listener: GradientListener) -> None:
+        """Hand over what the inner steps have taken off the weights."""
+        weight = 1.0 if self.counts_alike else float(batch.tokens)
+        masters = self._parameters.master_tensors
+        changes = [
+            torch.sub(old, new).mul_(weight)
+            for old, new in zip(masters, self._working, strict=True)
+        ]
+        if isinstance(listener, ReplicatedGradients):
+            listener.fill_leaf(learner, changes)
+            return
+        listener.start_leaf(learner)
+        for parameter, change in zip(self._inner.parameters, changes, strict=True):
+            listener.give(parameter, change.to(parameter.dtype))
+        listener.end_leaf()
+
+    def _run_round(self, learner: int, batch: Any, listener: GradientListener) -> Tensor:
+        row = self._own.index(learner)
+        self._begin_learner(row)
+        size = len(batch.inputs) // self._every
+        total: Tensor | None = None
+        first = (self.step() - 1) * self._every + 1
+        for number in range(self._every):
+            samples = rows_of(batch, number * size, (number + 1) * size)
+            loss = self._run_inner_step(first + number, samples)
+            total = loss if total is None else total + loss
+            listener.check()
+            self.on_progress()
+        self._end_learner(row)
+        assert total is not None
+        return total
+
+    def _run_inner_step(self, number: int, samples: Any) -> Tensor:
+        """Inner step `number` of the run, counted from 1. Returns its sum of losses."""
+        parts = self._cut(samples)
+        losses: list[Tensor] = []
+        self._inner.begin(len(parts), (tuple(range(len(parts))),))
+        self._passes.train(list(enumerate(parts)), self._inner, losses)
+        self._inner.finish()
+        tokens = float((samples.targets != IGNORED_TARGET).sum()) or 1.0
+        norm = sqrt(self._inner.squared_norm()) / tokens
+        clip = clip_factor(norm, self._train.optimizer.clip_norm)
+        rate = self._user.learning_rate(self._train, number)
+        self._optimizer.apply(number, rate, tokens / clip, len(parts))
+        self._update_compute_tensors()
+        return torch.stack(losses).sum(0)
+
+    def _cut(self, samples: Any) -> list[Any]:
+        """Samples as the passes take them."""
+        count, size = len(samples.inputs), self._train.microbatch_size
+        return [rows_of(samples, at, min(at + size, count)) for at in range(0, count, size)]
+
+    @torch.no_grad()
+    def _update_compute_tensors(self) -> None:
+        computed = self._parameters.compute_tensors
+        if computed[0] is not self._working[0]:
+            torch._foreach_copy_(computed, self._working)
+
+    @torch.no_grad()
+    def _begin_learner(self, row: int) -> None:
+        torch._foreach_copy_(self._working, self._parameters.master_tensors)
+        self._update_compute_tensors()
+        for slot, states in zip(self._optimizer.slots, self._states, strict=True):
+            for tensor, state in zip(slot.tensors, states, strict=True):
+                if tensor is not None and state is not None:
+                    tensor.copy_(state[row])
+
+    @torch.no_grad()
+    def _end_learner(self, row: int) -> None:
+        for slot, states in zip(self._optimizer.slots, self._next_states, strict=True):
+            for tensor, state in zip(slot.tensors, states, strict=True):
+                if tensor is not None and state is not None:
+                    state[row].copy_(tensor)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
+        """The losses of each microbatch, which is that of a round: so it is cut for the passes."""
+        losses = []
+        for batch in batches:
+            parts = self._passes.evaluate(self._cut(batch), on_progress)
+            losses.append(torch.stack(parts).sum(0))
+        return losses
+
+    # --- what is kept ---------------------------------------------------------------------
+    def rate(self, step: int) -> float:
+        """See `LearnerStates`."""
+        return self._user.learning_rate(self._train, step * self._every)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """See `LearnerStates`. The tensors that a checkpoint holds are overwritten only here."""
+        for states, new in zip(self._states, self._next_states, strict=True):
+            for state, value in zip(states, new, strict=True):
+                if state is not None and value is not None:
+                    state.copy_(value)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """See `LearnerStates`."""
+        for state in (state for states in self._states for state in states):
+            if state is not None:
+                state.zero_()
+
+    def state(self) -> list[LocalTensor]:
+        """See `LearnerStates`; in the order of the state table."""
+        first = self._own[0] if self._own else 0
+        return [
+            LocalTensor(
+                f"{LEARNER_PREFIX}{slot_prefix(slot.slot)}{row.name}",
+                state,
+                (first, *(0 for _ in state.shape[1:])),
+                (self._learners, *state.shape[1:]),
+            )
+            for slot, states in zip(self._optimizer.slots, self._states, strict=True)
+            for row, state in zip(self._parameters.table, states, strict=True)
+            if state is not None
+        ]
+
+
+def rows_of(batch: TensorMicrobatch, start: int, stop: int) -> TensorMicrobatch:
+    """Return some of the samples of a microbatch, as views."""
+    return replace(
+        batch,
+        inputs=batch.inputs[start:stop],
+        targets=batch.targets[start:stop],
+        documents=None if batch.documents is None else batch.documents[start:stop],
+        side={name: rows[start:stop] for name, rows in batch.side.items()},
+    )

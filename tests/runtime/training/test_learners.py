@@ -1,0 +1,131 @@
+"""Learners of `outer`: a round has the same bits for any number of workers, and is DiLoCo's."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.training.engine.engine import StepEngine
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import Fed, engine, feed, one_step, tiny, train
+
+ROUNDS = 3
+LEARNERS: dict[str, Any] = {"learners": 3, "every_steps": 2}
+
+
+def _weights(made: StepEngine) -> str:
+    found = hashlib.sha256()
+    for local in made.state():
+        if not local.name.startswith("learners."):
+            found.update(local.tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _rounds(rank: RankContext, **changes: Any) -> list[str]:
+    config = tiny(**changes)
+    made = engine(config, rank.rank, rank.store(), replicas=rank.world_size)
+    verdicts = train(made, ROUNDS)
+    assert verdicts[-1].mean_loss < verdicts[0].mean_loss
+    said = [f"{v.mean_loss.hex()} {v.norm.hex()} {v.tokens}" for v in verdicts]
+    found = [*said, _weights(made)]
+    made.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"outer": LEARNERS},
+        {
+            "outer": LEARNERS | {"average": "token_weighted", "optimizer": {"name": "sgd"}},
+            "train__precision": "bf16",
+        },
+        {"outer": LEARNERS, "train__optimizer": {"name": "muon", "clip_norm": 0.05}},
+    ],
+)
+def test_a_round_has_the_same_bits_for_any_number_of_workers(changes: dict[str, Any]) -> None:
+    changed = {key: value for key, value in changes.items() if key != "outer"}
+    found = {
+        tuple(values)
+        for workers in (1, 2, 4)
+        for values in rank_values(_in_world, workers, {"outer": changes["outer"], "more": changed})
+    }
+    assert len(found) == 1
+
+
+def _in_world(rank: RankContext, outer: dict[str, Any], more: dict[str, Any]) -> list[str]:
+    return _rounds(rank, **{f"outer__{key}": value for key, value in outer.items()}, **more)
+
+
+def _alone(config: RunConfig, rank: RankContext, name: str) -> StepEngine:
+    return engine(config, rank.rank, rank.store(name))
+
+
+def _difference(one: StepEngine, other: StepEngine) -> float:
+    pairs = zip(one.parameters.master_tensors, other.parameters.master_tensors, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _one_inner_step(rank: RankContext) -> float:
+    """Learners that take one step of SGD, weighted by tokens, are data parallelism."""
+    optimizer = {"name": "sgd", "momentum": 0.0, "learning_rate": 0.5, "clip_norm": 0.0}
+    shared: dict[str, Any] = {"train__precision": "float64", "train__optimizer": optimizer}
+    plain = _alone(tiny(train__microbatch_size=8, **shared), rank, "plain")
+    outer = {
+        "outer__learners": 3,
+        "outer__every_steps": 1,
+        "outer__average": "token_weighted",
+        "outer__optimizer": {"name": "sgd", "learning_rate": 1.0},
+    }
+    learners = _alone(tiny(**outer, **shared), rank, "learners")
+    train(plain, ROUNDS)
+    train(learners, ROUNDS)
+    return _difference(plain, learners)
+
+
+def test_learners_of_one_inner_step_are_data_parallelism() -> None:
+    (difference,) = rank_values(_one_inner_step, 1)
+    assert difference < 1e-12
+
+
+def _one_learner(rank: RankContext) -> float:
+    """One learner whose change is applied as it is takes the steps of a run without rounds."""
+    every, shared = 2, {"train__precision": "float64", "train__batch_size": 4}
+    schedule = {"kind": "linear", "warmup_steps": 4}
+    steps = {"train__steps": ROUNDS * every, "train__schedule": schedule}
+    plain = _alone(tiny(**steps, **shared), rank, "plain")
+    outer = {
+        "outer__learners": 1,
+        "outer__every_steps": every,
+        "outer__optimizer": {"name": "sgd", "learning_rate": 1.0},
+        "train__steps": ROUNDS,
+        "train__schedule": schedule | {"warmup_steps": 4 // every},
+    }
+    learner = _alone(tiny(**outer, **shared), rank, "learner")
+    for number in range(1, ROUNDS + 1):
+        first = (number - 1) * every + 1
+        for step in range(first, first + every):
+            one_step(plain, step)
+        fed = [feed(step, leaf) for step in range(first, first + every) for leaf in range(2)]
+        learner.begin(number)
+        learner.compute([_joined(fed)])
+        learner.apply(learner.reduce())
+    assert learner.shown_rate(ROUNDS) == plain.learning_rate(ROUNDS * every)
+    return _difference(plain, learner)
+
+
+def _joined(fed: list[Fed]) -> Fed:
+    inputs, targets = (
+        torch.cat([getattr(one, name) for one in fed]) for name in ("inputs", "targets")
+    )
+    return replace(fed[0], inputs=inputs, targets=targets, tokens=sum(one.tokens for one in fed))
+
+
+def test_one_learner_takes_the_steps_of_a_run_without_rounds() -> None:
+    (difference,) = rank_values(_one_learner, 1)
+    assert difference < 1e-12

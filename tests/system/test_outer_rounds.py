@@ -1,0 +1,149 @@
+"""Learners that train apart, from outside: the hash of every round is that of an undisturbed run,
+whatever becomes of the workers that compute them.
+
+A schedule is drawn from a seed. It has the number of workers, the rounds after which one of them
+gets SIGKILL or SIGSTOP, and the round after which all leave. The run then continues with another
+number. `HOLDFAST_OUTER_SCHEDULES` says how many schedules are tried.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import GenerationStarted, OuterRound, Record, WorkerLost, WorkerStarted
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.checkpoints import newest_tensors
+from tests.support.commands import Outcome, apart, start, within
+from tests.support.followed_run import FollowedRun
+
+ROUNDS, LEARNERS, INNER_STEPS, BATCH = 20, 3, 8, 6
+SETTINGS = (
+    f"train.steps={ROUNDS}",
+    f"train.batch_size={BATCH}",
+    "train.evaluate.every=0",
+    "train.schedule.warmup_steps=2",
+    f"outer.learners={LEARNERS}",
+    f"outer.every_steps={INNER_STEPS}",
+    "checkpoint.every_steps=1000",
+    "checkpoint.memory_every_steps=1",
+    "cluster.threads_per_worker=1",
+)
+SAMPLES = f"{ROUNDS * BATCH * INNER_STEPS:,} samples in {ROUNDS} steps: none missing, none twice"
+
+
+def hashes(folder: Path) -> dict[int, set[str]]:
+    """The hashes of each round that any worker has written."""
+    found: dict[int, set[str]] = {}
+    for record in read_journal(FolderStore(folder)):
+        if isinstance(record.event, OuterRound):
+            found.setdefault(record.event.step, set()).add(record.event.sha256)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(run_file: Path) -> Path:
+    """The folder of an undisturbed run, whose one worker computes all learners."""
+    folder = run_file.parent / "outer-alone"
+    apart(
+        "train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=240
+    ).succeeds()
+    return folder
+
+
+def test_a_worker_that_is_killed_changes_no_round(
+    run_file: Path, tmp_path: Path, alone: Path
+) -> None:
+    folder = tmp_path / "killed"
+    run = FollowedRun(folder, _train(run_file, folder, workers=2))
+    run.until(lambda record: _is_done(record, 4))
+    os.kill(run.pids[1], signal.SIGKILL)
+    run.finish()
+    assert len(run.events(WorkerLost)) == 1
+    _check(folder, alone)
+    hosts = {(e.rank, tuple(e.learners)) for e in run.events(OuterRound) if e.step == ROUNDS}
+    assert sum(len(learners) for _, learners in hosts) == LEARNERS
+
+
+SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+def test_any_schedule_of_losses_and_returns_has_the_same_rounds(
+    run_file: Path, tmp_path: Path, alone: Path, seed: int
+) -> None:
+    chooser, folder = random.Random(seed), tmp_path / "disturbed"
+    points = sorted(chooser.sample(range(1, ROUNDS - 6), 4))
+    leave_at = points.pop(chooser.randrange(len(points)))
+    faults = {point: chooser.choice((signal.SIGKILL, signal.SIGSTOP)) for point in points}
+    before = {point: fault for point, fault in faults.items() if point < leave_at}
+    after = {point: fault for point, fault in faults.items() if point > leave_at}
+    _disturb(run_file, folder, chooser, before, leave_at).succeeds()
+    _disturb(run_file, folder, chooser, after, None).succeeds()
+    lost = [r.event for r in read_journal(FolderStore(folder)) if isinstance(r.event, WorkerLost)]
+    assert len(lost) >= len(faults)
+    _check(folder, alone)
+
+
+def _disturb(
+    run_file: Path,
+    folder: Path,
+    chooser: random.Random,
+    faults: dict[int, signal.Signals],
+    leave_at: int | None,
+) -> Outcome:
+    """Train with a number of workers that is drawn, and hit one of them after each of some
+    rounds."""
+    before = len(read_journal(FolderStore(folder))) if folder.exists() else 0
+    process = _train(run_file, folder, chooser.choice((1, 2, 3)))
+    run, due, pids, hit = FollowedRun(folder, process), dict(faults), dict[int, int](), 0
+    for record in islice(run.records(), before, None):
+        event = record.event
+        if isinstance(event, GenerationStarted):  # a worker that stays has another rank
+            came_from = enumerate(event.came_from or ())
+            pids = {rank: pids[was] for rank, was in came_from if was is not None}
+        if isinstance(event, WorkerStarted):
+            pids[event.rank] = event.pid
+        # Late reports of a generation that was already hit do not count.
+        if not isinstance(event, OuterRound) or record.generation <= hit or not pids:
+            continue
+        if due and event.step >= min(due):
+            try:
+                os.kill(pids[chooser.choice(sorted(pids))], due[min(due)])
+            except ProcessLookupError:
+                continue  # it was replaced, and the journal will say so
+            hit = record.generation
+            del due[min(due)]
+        elif not due and leave_at is not None and event.step >= leave_at:
+            leave_at = None
+            process.send_signal(signal.SIGTERM)
+    ended = run.end()
+    assert not due, f"the run ended before the rounds {sorted(due)}: {ended.err}"
+    return ended
+
+
+def _train(run_file: Path, folder: Path, workers: int) -> subprocess.Popen[str]:
+    return start("train", run_file, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
+
+
+def _is_done(record: Record, step: int) -> bool:
+    return isinstance(record.event, OuterRound) and record.event.step >= step
+
+
+def _check(folder: Path, alone: Path) -> None:
+    """Every round, all state at the end and the ledger are those of the undisturbed run."""
+    expected = hashes(alone)
+    assert sorted(expected) == list(range(1, ROUNDS + 1))
+    assert all(len(found) == 1 for found in expected.values())
+    assert len(set.union(*expected.values())) == ROUNDS, "the weights move in each round"
+    assert hashes(folder) == expected
+    assert newest_tensors(folder, ROUNDS) == newest_tensors(alone, ROUNDS)
+    assert SAMPLES in within("data", "audit", folder).succeeds().out
