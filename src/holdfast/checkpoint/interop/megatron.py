@@ -81,9 +81,9 @@ def read_common(folder: Path) -> dict[str, Any]:
         raise _error(folder, f"sharded_backend is {about.get('sharded_backend')}, not torch_dist")
     if not (folder / COMMON).is_file():
         raise CheckpointError(
-            f"this checkpoint of Megatron has no {COMMON}, which holds its iteration",
-            where=str(folder),
-            remedy=f"copy {COMMON} from the place where the checkpoint was written",
+            "this file of a Megatron checkpoint is missing, and it holds the iteration",
+            where=str(folder / COMMON),
+            remedy="copy it from the place where the checkpoint was written",
         )
     common = load_tensors(folder / COMMON, ENUMS, NAMESPACES)
     if not isinstance(common, dict) or "iteration" not in common:
