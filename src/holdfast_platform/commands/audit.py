@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from holdfast_platform.governance.record import ModelRecord
 
 app = make_app("Recompute steps of a run, and keep the signed record of its model.")
+DataFolder = Annotated[
+    Path | None, typer.Option("--data", help="folder of the prepared data, if it has moved")
+]
 
 
 @app.command()
 def replay(
     run: RunArgument,
     step: Annotated[list[int], typer.Option("--step", min=1, help="step; may be repeated")],
-    data: Annotated[
-        Path | None, typer.Option("--data", help="folder of the prepared data, if it has moved")
-    ] = None,
+    data: DataFolder = None,
     within: Annotated[
         float | None,
         typer.Option(help="bound of the relative distance where bits need not be equal", min=0.0),
@@ -196,6 +197,7 @@ def verify(
     key: Annotated[
         Path | None, typer.Option("--key", help="public key (PEM): check the signature with it")
     ] = None,
+    data: DataFolder = None,
     json: Json = False,
 ) -> int:
     """Check the record of a model against its run, and its signature. Exit code 1 for a problem.
@@ -206,6 +208,7 @@ def verify(
     \b
     Example:
       holdfast audit verify runs/quickstart --key key.pub.pem
+      holdfast audit verify copied/quickstart --data copied/dataset
     """
     from holdfast_platform.governance.facts import find_problems
     from holdfast_platform.governance.record import read_record, record_path
@@ -219,8 +222,10 @@ def verify(
             where=found.place,
             remedy="make one: holdfast audit record RUN",
         )
+    if found.config.has_own_data:
+        refuse_beside("a run whose task has its own data", {"--data": data})
     with explain_read_errors(found.place):
-        problems = list(find_problems(found, record))
+        problems = list(find_problems(found, record, None if data is None else str(data)))
     if key is not None and (problem := find_signature_problem(found.folder, key)):
         problems.insert(0, f"signature: {problem}")
     if json:
