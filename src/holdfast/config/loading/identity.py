@@ -68,6 +68,7 @@ LATER_KEYS = frozenset(
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "outer": ("average", "every_steps", "learners"),
+        "outer.codec": ("error_feedback", "name", "share"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),

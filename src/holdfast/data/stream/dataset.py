@@ -34,6 +34,8 @@ FORMAT_OF_WEIGHTS = 3
 MANIFEST = "manifest.json"
 REMOVED = "removed.jsonl"
 """The documents that stages left out, of a dataset with stages."""
+RECIPE = "recipe.yaml"
+"""A run file with the settings that the dataset was prepared by. It is no part of the identity."""
 SOURCES = "sources.json"
 """The paths that the sources had. They are no part of the identity; older datasets have none."""
 

@@ -118,6 +118,10 @@ def _of_worker(
     rank: int | None = root.rank
     if _MEMORY.search(said):
         mode, cause = Mode.OUT_OF_MEMORY, f"{who} asked for memory that it did not get."
+    elif cut_off := _cut_off_coordinator(story, root, ended):
+        node, text = cut_off, " and ".join(sorted(_silent_nodes(story, root, ended)))
+        mode, rank, certain = Mode.NETWORK_TIMEOUT, None, False
+        cause = f"{node} heard neither of {text} any more, so its own line failed, or all of them."
     elif root.noticed_by == "heartbeat":
         mode, cause, certain = _node_lost(story, node, root.text)
         same = {one.rank for one in ended if story.node_of(one.rank) == node}
@@ -139,6 +143,25 @@ def _of_worker(
     return make_finding(
         story, mode, cause, rank, root.record, evidence, node=node, is_certain=certain
     )
+
+
+def _silent_nodes(story: GenerationStory, root: _Ended, ended: list[_Ended]) -> set[str]:
+    """Return the nodes that the writer of a loss gave up because it did not hear them."""
+    return {
+        story.node_of(one.rank)
+        for one in ended
+        if one.noticed_by == "heartbeat"
+        and one.text.startswith(_SILENT)
+        and one.record.writer == root.record.writer
+    }
+
+
+def _cut_off_coordinator(story: GenerationStory, root: _Ended, ended: list[_Ended]) -> str:
+    """Return the coordinator's node if it lost most of the nodes at once; "" otherwise. One line
+    that fails is more likely than several nodes that do."""
+    observer, silent = root.record.writer.partition(".")[2], _silent_nodes(story, root, ended)
+    is_cut_off = observer in story.nodes and 2 * len(silent) > len(set(story.nodes))
+    return observer if is_cut_off else ""
 
 
 def _node_lost(story: GenerationStory, node: str, text: str) -> tuple[Mode, str, bool]:

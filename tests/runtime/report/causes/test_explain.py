@@ -17,6 +17,7 @@ from holdfast.events import (
     MajorityLacked,
     NonFinite,
     NoticeReceived,
+    Record,
     RunFailed,
     SourceRejected,
     StateDiffers,
@@ -152,6 +153,15 @@ def test_a_node_that_was_not_heard(is_sure: bool) -> None:
     cause = f"node b was lost ({HEARD})"
     found = restart(run, "node_lost", cause, nodes=("a", "c"))
     assert only(found, Mode.NETWORK_TIMEOUT, 1).is_certain == is_sure
+
+
+def test_a_coordinator_that_hears_no_other_node() -> None:
+    run = trained(nodes=("a", "b", "c"))
+    for rank, node in ((2, "c"), (0, "a")):
+        lost = WorkerLost(rank, 0, HEARD, "heartbeat", node)
+        run.records.append(Record(run.generation, "agent.b", rank, run.at, lost))
+    found = restart(run, "node_lost", f"node c was lost ({HEARD})", nodes=("b",))
+    assert not only(found, Mode.NETWORK_TIMEOUT, None).is_certain
 
 
 def test_a_node_whose_agent_ended() -> None:
