@@ -1,7 +1,7 @@
 """Shards of records that other trainers read: TFRecord, WebDataset, MDS, WARC and Lance.
 
-Each reader yields the place of a record and the bytes of its text, or the DataError of a record
-that cannot be used while the next one can. What makes the rest of a file unreadable is raised.
+Each reader yields the place of a record and the bytes of its text. For a record that cannot be used
+it yields a DataError, and reads the next one. What makes the rest of a file unreadable is raised.
 Framing and checksums are checked here, as the formats have them:
 
     tfrecord     length, CRC-32C of it, record, CRC-32C of that; the record is a tf.train.Example
