@@ -6,8 +6,8 @@
 8, 3, 5 and 7 workers read one pass in turn. Each of the first three numbers of workers reads
 `--steps` steps. Then the state is saved, and the next number of workers resumes from it, with the
 calls that the peer's documentation names for that. The last one reads to the end of the pass. A row
-that no worker read is lost, and one that was read again is repeated. "Three sources" is the mixture of
-the peer, with weights in proportion to the sizes; a peer without one is left out there.
+that no worker read is lost, and one that was read again is repeated. "Three sources" is the mixture
+of the peer, with weights in proportion to the sizes; a peer without one is left out there.
 
 Each worker of a peer takes four rows a step, so its global batch changes with the number of
 workers. With `--constant` the global batch is 840 rows, which all numbers of workers divide, and
