@@ -586,7 +586,7 @@ def _baselines(
     around = 1 if known.begin_id is None else 2
     per_byte = (count["tokens"] - around * count["documents"]) / max(count["bytes"], 1)
     return baselines(
-        (stream.read(0, MAX_TOKENS) for stream in train),
+        (tokens for stream in train for tokens in stream.read_shards()),
         validation.read(0, MAX_TOKENS),
         known.size,
         known.end_id,
