@@ -277,6 +277,16 @@ class StepTraced(Event, kind="step_traced"):
     spans: list[list[Any]]
 
 
+class StepsProfiled(Event, kind="steps_profiled"):
+    """A rank's profile of the steps from `first` to `step` is in a file of its node."""
+
+    rank: int
+    first: int
+    path: str
+    request: int = 0  # number of the request; 0: the run file asked for it
+    problem: str = ""  # why there is no file; "": there is one
+
+
 class BatchFed(Event, kind="batch_fed"):
     """The data ledger of one rank for one step: what was really fed to the model.
 

@@ -21,7 +21,7 @@ from holdfast.events import GenerationStarted, OuterRound, Record, WorkerLost, W
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import Outcome, apart, start, within
+from tests.support.commands import Outcome, start, within
 from tests.support.followed_run import FollowedRun
 
 ROUNDS, LEARNERS, INNER_STEPS, BATCH = 20, 3, 8, 6
@@ -48,26 +48,24 @@ def hashes(folder: Path) -> dict[int, set[str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone(run_file: Path) -> Path:
+def _alone(run_file: Path, codec: str) -> Path:
     """The folder of an undisturbed run, whose one worker computes all learners."""
-    folder = run_file.parent / "outer-alone"
-    apart(
-        "train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=240
-    ).succeeds()
+    folder = run_file.parent / f"outer-{codec}"
+    if not folder.exists():
+        run = FollowedRun(folder, _train(run_file, folder, 1, codec))
+        run.finish()
     return folder
 
 
-def test_a_worker_that_is_killed_changes_no_round(
-    run_file: Path, tmp_path: Path, alone: Path
-) -> None:
+@pytest.mark.slow
+def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    run = FollowedRun(folder, _train(run_file, folder, workers=2))
+    run = FollowedRun(folder, _train(run_file, folder, 2, "none"))
     run.until(lambda record: _is_done(record, 4))
     os.kill(run.pids[1], signal.SIGKILL)
     run.finish()
     assert len(run.events(WorkerLost)) == 1
-    _check(folder, alone)
+    _check(folder, _alone(run_file, "none"))
     hosts = {(e.rank, tuple(e.learners)) for e in run.events(OuterRound) if e.step == ROUNDS}
     assert sum(len(learners) for _, learners in hosts) == LEARNERS
 
@@ -78,24 +76,26 @@ SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 def test_any_schedule_of_losses_and_returns_has_the_same_rounds(
-    run_file: Path, tmp_path: Path, alone: Path, seed: int
+    run_file: Path, tmp_path: Path, seed: int
 ) -> None:
+    codec = ("none", "int4", "topk")[seed % 3]
     chooser, folder = random.Random(seed), tmp_path / "disturbed"
     points = sorted(chooser.sample(range(1, ROUNDS - 6), 4))
     leave_at = points.pop(chooser.randrange(len(points)))
     faults = {point: chooser.choice((signal.SIGKILL, signal.SIGSTOP)) for point in points}
     before = {point: fault for point, fault in faults.items() if point < leave_at}
     after = {point: fault for point, fault in faults.items() if point > leave_at}
-    _disturb(run_file, folder, chooser, before, leave_at).succeeds()
-    _disturb(run_file, folder, chooser, after, None).succeeds()
+    _disturb(run_file, folder, codec, chooser, before, leave_at).succeeds()
+    _disturb(run_file, folder, codec, chooser, after, None).succeeds()
     lost = [r.event for r in read_journal(FolderStore(folder)) if isinstance(r.event, WorkerLost)]
     assert len(lost) >= len(faults)
-    _check(folder, alone)
+    _check(folder, _alone(run_file, codec))
 
 
 def _disturb(
     run_file: Path,
     folder: Path,
+    codec: str,
     chooser: random.Random,
     faults: dict[int, signal.Signals],
     leave_at: int | None,
@@ -103,7 +103,7 @@ def _disturb(
     """Train with a number of workers that is drawn, and hit one of them after each of some
     rounds."""
     before = len(read_journal(FolderStore(folder))) if folder.exists() else 0
-    process = _train(run_file, folder, chooser.choice((1, 2, 3)))
+    process = _train(run_file, folder, chooser.choice((1, 2, 3)), codec)
     run, due, pids, hit = FollowedRun(folder, process), dict(faults), dict[int, int](), 0
     for record in islice(run.records(), before, None):
         event = record.event
@@ -130,8 +130,9 @@ def _disturb(
     return ended
 
 
-def _train(run_file: Path, folder: Path, workers: int) -> subprocess.Popen[str]:
-    return start("train", run_file, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
+def _train(run_file: Path, folder: Path, workers: int, codec: str) -> subprocess.Popen[str]:
+    more = f"layout.workers={workers}", f"outer.codec.name={codec}"
+    return start("train", run_file, f"folder={folder}", *SETTINGS, *more)
 
 
 def _is_done(record: Record, step: int) -> bool:

@@ -52,6 +52,7 @@ RUNTIME_COMMANDS = (
         dashboard="show runs in a browser while they train",
         status="show the nodes of a run, and how far it is",
         explain="say what went wrong in a run, and what shows it",
+        profile="record what a running job does in its next steps",
         logs="print what the nodes of a launched run have printed",
         track="bring a run to W&B, MLflow, TensorBoard or CSV files",
     ),

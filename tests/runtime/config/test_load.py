@@ -42,7 +42,7 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         (
             "train: {'¹': 1}",
             "1: unknown key train.¹",
-            "train has steps, epochs, batch_size, microbatch_size, batch_warmup, precision, loss_chunk, compile, recompute, recompute_keep, partition_activations, keep_zeros, qat, deterministic, digest_every, optimizer, schedule, evaluate, stop, memory",
+            "train has steps, epochs, batch_size, microbatch_size, batch_warmup, precision, loss_chunk, compile, recompute, recompute_keep, partition_activations, keep_zeros, qat, deterministic, digest_every, optimizer, schedule, evaluate, stop, memory, profile",
         ),
         ("model: {n_layers: 2}", "1: unknown key model.n_layers", "did you mean model.layers?"),
         (

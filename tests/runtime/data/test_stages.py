@@ -276,7 +276,8 @@ def test_a_changed_list_of_what_was_left_out_is_found(tmp_path: Path) -> None:
     dataset = make(data_config(tmp_path / "out", *corpus(tmp_path / "in", 30), stages=STAGES))
     path = dataset.folder / REMOVED
     path.write_bytes(path.read_bytes()[:-1])
-    assert find_problems(dataset) == [f"{path}: its bytes are not what was written"]
+    (problem,) = find_problems(dataset)
+    assert problem.startswith(f"{path}: its bytes are not what was written")
 
 
 SETTINGS: dict[str, Any] = {"stages": STAGES, "shard_tokens": 20_000}

@@ -46,6 +46,8 @@ def _rounds(rank: RankContext, **changes: Any) -> list[str]:
             "train__precision": "bf16",
         },
         {"outer": LEARNERS, "train__optimizer": {"name": "muon", "clip_norm": 0.05}},
+        {"outer": LEARNERS | {"codec": {"name": "int4"}}},
+        {"outer": LEARNERS | {"codec": {"name": "topk", "share": 0.1}}},
     ],
 )
 def test_a_round_has_the_same_bits_for_any_number_of_workers(changes: dict[str, Any]) -> None:

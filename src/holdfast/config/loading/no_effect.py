@@ -168,6 +168,13 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
             f"{config.layout.trace_step} comes after the last step {steps}, so nothing is recorded",
             f"use {steps} or less",
         )
+    profiled = config.train.profile.steps
+    if profiled is not None and profiled[0] > steps:
+        yield (
+            "train.profile.steps",
+            f"{list(profiled)} comes after the last step {steps}, so nothing is profiled",
+            f"use {steps} or less",
+        )
 
 
 def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:

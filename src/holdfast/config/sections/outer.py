@@ -32,6 +32,29 @@ class OuterOptimizerConfig(Section):
             yield "momentum 0 leaves nothing of Nesterov's method: use name sgd, or momentum 0.9"
 
 
+class OuterCodecConfig(Section):
+    """How the change of a learner's weights is coded for its way to the other workers."""
+
+    name: Never[Literal["none", "bf16", "int8", "int4", "topk"]] = "none"
+    """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. topk: the largest
+    values of each 4,096. A coded change goes to each worker"""
+    share: Never[float] = Field(
+        0.01, gt=0, le=1, description="topk: part of the values that is sent"
+    )
+    error_feedback: Never[float] = Field(1.0, ge=0, le=1)
+    """part of what the codec left out that the learner adds to its next change; 0: it is lost"""
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if changes are coded."""
+        return self.name != "none"
+
+    @property
+    def keeps_error(self) -> bool:
+        """Return True if learners keep what was left out."""
+        return self.is_on and self.error_feedback > 0
+
+
 class OuterConfig(Section):
     """Learners that train apart for many steps before they are averaged, for slow links
     ([outer-rounds.md](../guide/outer-rounds.md)). The curve is not that of data parallelism, so
@@ -45,6 +68,7 @@ class OuterConfig(Section):
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     average: Never[Literal["mean", "token_weighted"]] = "mean"
     """of the learners' changes: each counts once, or by the tokens of its round"""
+    codec: OuterCodecConfig = OuterCodecConfig()
 
     @property
     def is_on(self) -> bool:

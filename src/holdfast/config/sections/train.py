@@ -27,6 +27,9 @@ from holdfast.options.registry import option_keys
 MAX_MICROBATCHES = 2**20
 """Microbatches of a step, a plan of which has an entry for each; also samples of a microbatch."""
 
+MAX_PROFILED_STEPS = 100
+"""Steps of one profile: each takes memory of the worker until the last one has ended."""
+
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 METRICS = (
     *("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "kl"),
@@ -126,6 +129,23 @@ class StopRuleConfig(Section):
             yield f"a rule has {said}: use one of below, above and falls"
 
 
+class ProfileConfig(Section):
+    """Steps of a run that torch's profiler records, as Chrome traces."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    """the first and the last step; none: none. `holdfast profile RUN` asks a running job"""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """ranks that are profiled; each writes `profiles/<generation>/rank<r>-steps<a>-<b>.json`"""
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.steps is not None and not 0 <= self.steps[1] - self.steps[0] < MAX_PROFILED_STEPS:
+            first = self.steps[0]
+            yield (
+                f"steps {list(self.steps)} are not 1 to {MAX_PROFILED_STEPS} steps in a row: use "
+                f"[{first}, {first + 2}]"
+            )
+
+
 class TrainConfig(Section):
     steps: InPlace[int] = Field(1000, ge=1, description="steps of the run")
     epochs: InPlace[float] = Field(0.0, ge=0, le=10**6)
@@ -167,6 +187,7 @@ class TrainConfig(Section):
     """rules that end the run before its last step: a target that is reached, a reward that
     collapses"""
     memory: InPlace[MemoryConfig] = MemoryConfig()
+    profile: InPlace[ProfileConfig] = ProfileConfig()
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
 from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
+    ERROR_PREFIX,
     STATE_DTYPE,
     StateTable,
     TensorSpec,
@@ -132,8 +133,10 @@ def run_state_table(config: RunConfig) -> StateTable:
     train, parameters = config.train, run_parameter_table(config)
     rows = with_optimizer_state(parameters, config.step_train.optimizer, train.precision)
     if config.outer.is_on:
-        kept = chain(*optimizer_rows(train.optimizer, parameters))
-        rows += learner_rows(tuple(kept), config.outer.learners)
+        kept = tuple(chain(*optimizer_rows(train.optimizer, parameters)))
+        if config.outer.codec.keeps_error:
+            kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
+        rows += learner_rows(kept, config.outer.learners)
     if config.layout.keeps_velocity:
         rows += velocity_rows(parameters)
     return rows + lagged_policy_rows(parameters, config.rollout.lag if config.rollout.is_on else 0)

@@ -167,6 +167,8 @@ def lagged_policy_rows(parameters: StateTable, lag: int) -> StateTable:
 
 
 LEARNER_PREFIX = "learners."
+ERROR_PREFIX = "outer_error."
+"""Of what a codec has left out of a learner's changes so far."""
 
 
 def learner_rows(state: StateTable, learners: int) -> StateTable:

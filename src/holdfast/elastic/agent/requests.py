@@ -25,6 +25,7 @@ from holdfast.elastic.protocol.notice_messages import (
     Notice,
     UnknownNodeReply,
 )
+from holdfast.elastic.protocol.profile_messages import PROFILE_PATH, ProfileReply, ProfileRequest
 from holdfast.elastic.protocol.rendezvous_messages import RENDEZVOUS_PATH, StoreRequest
 from holdfast.elastic.protocol.worker_commands import COMMANDS_PATH, CommandPoll
 from holdfast.elastic.protocol.worker_messages import REPORT_PATH, WorkerReply, WorkerReport
@@ -54,6 +55,7 @@ class RequestHandlers:
             ),
             NOTICE_PATH: handler_of(Notice.from_json, self.handle_notice),
             NODE_CHECK_PATH: handler_of(NodeCheck.from_json, self.handle_node_check),
+            PROFILE_PATH: handler_of(ProfileRequest.from_json, self.handle_profile),
             **self.parts.role_loop.handlers,
             **self.parts.roles.handlers,
         }
@@ -99,6 +101,9 @@ class RequestHandlers:
             self.parts.node_runner.pause_generation,
             self.parts.node_runner.is_node_leaving,
             durable_below=durable,
+            profile=(current.profile.number, current.profile.steps)
+            if rank in current.profile.ranks
+            else (0, 0),
         )
         return self.parts.records.notice_handler.add_requests(reply, rank, current.ranks[0])
 
@@ -113,6 +118,14 @@ class RequestHandlers:
                 if known and name not in known:
                     return UnknownNodeReply(f"there is no node {name} in this run", tuple(known))
         return await self.parts.shutdown_controller.handle_notice_request(generation, notice)
+
+    async def handle_profile(self, generation: int, request: ProfileRequest) -> ProfileReply:
+        """Handle `holdfast profile`: the answers to the workers' reports carry the request."""
+        current = self.parts.node_runner.worker_group
+        if current is None:
+            return ProfileReply()
+        current.profile = request
+        return ProfileReply(tuple(rank for rank in request.ranks if rank in current.ranks))
 
     async def handle_node_check(self, generation: int, check: NodeCheck) -> NodeCheckReply:
         """Handle a check of `holdfast doctor`."""

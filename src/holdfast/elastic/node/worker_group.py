@@ -26,6 +26,7 @@ from holdfast.elastic.protocol.generation_outcome import (
     LostOutcome,
 )
 from holdfast.elastic.protocol.hung_worker import ALL_RANKS, HungWorker, StallReport
+from holdfast.elastic.protocol.profile_messages import ProfileRequest
 from holdfast.elastic.protocol.worker_messages import SCRIPT_END, WorkerReport
 from holdfast.events import Event, StepDone, WorkerHeld, WorkerLost, WorkerReady, WorkerStarted
 from holdfast.layout import Topology
@@ -69,6 +70,8 @@ class WorkerGroup:
         self.topology = topology
         self.refusal: FailedOutcome | None = None
         """A worker's refusal of something that the user must correct on this node."""
+        self.profile = ProfileRequest()
+        """The newest request for a profile of workers here."""
         self._cluster = cluster
         self._event_log = event_log
         self._say = say

@@ -95,9 +95,10 @@ class WorkerReply(JsonMessage):
     save                 None for a rank that does not pass such requests on
     tier_durations       seconds of saves and restores by tier; None for ranks that need not know
     durable_below        all events of this rank with a lower number are durable
+    profile              number of the newest request for a profile of this rank, and its steps
     """
 
-    absent_if_default = frozenset({"durable_below", "is_in_danger"})
+    absent_if_default = frozenset({"durable_below", "is_in_danger", "profile"})
     merged = frozenset({"save", "tier_durations"})
     required = frozenset({"should_stop", "newest_generation", "is_stored"})
     should_stop: Annotated[bool, Key("stop")] = False
@@ -110,3 +111,4 @@ class WorkerReply(JsonMessage):
     tier_durations: TierDurations | None = None
     durable_below: Annotated[int, Key("durable")] = 0
     is_in_danger: Annotated[bool, Key("danger")] = False
+    profile: tuple[int, int] = (0, 0)

@@ -40,11 +40,13 @@ from holdfast.training.engine.protocols import ShareLoader
 from holdfast.training.engine.reference import fill_reference
 from holdfast.training.engine.runner import TrainingLoop, TrainingOutcome
 from holdfast.training.engine.save_cadence import FailureStats
+from holdfast.training.engine.step_profiler import StepProfiler
 from holdfast.training.engine.vote import Wishes
 from holdfast.wire.secret import Secret
 
 logger = logging.getLogger(__name__)
 
+_PROFILES_FOLDER = "profiles"
 _ANNOUNCE_FLUSH_TIMEOUT_S = 0.5
 """Seconds that a stopping worker waits for its snapshots' announcements, if no other replica has
 its state. The next generation begins when all have stopped, and the mover refuses later
@@ -182,6 +184,7 @@ class Worker:
                     tier_durations=lambda: self.reporter.requests.tier_durations or TierDurations(),
                     is_in_danger=lambda: self.reporter.requests.is_in_danger,
                     retry=retry,
+                    profiler=self._profiler(),
                 ).run(loader)
         finally:
             self._feed = None
@@ -189,6 +192,17 @@ class Worker:
                 roles.detach()
             held.step = session.engine.status.applied_step or self.step
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
+
+    def _profiler(self) -> StepProfiler:
+        spec, reporter = self._setup.spec, self.reporter
+        return StepProfiler(
+            self.connection.rank,
+            self._setup.device,
+            self._setup.config.train.profile,
+            Path(spec.run_folder) / _PROFILES_FOLDER / f"{self.generation:010d}",
+            reporter.emit,
+            lambda: reporter.requests.profile,
+        )
 
     def _connect_roles(self, session: TrainingSession) -> RolloutBatches | None:
         """Connect a run that generates its data with its actors; None for any other run."""

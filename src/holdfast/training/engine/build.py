@@ -44,7 +44,7 @@ from holdfast.parallel.torch_compat import (
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.executors import Executor
-from holdfast.training.engine.learners import LearnerExecutor
+from holdfast.training.engine.learners import GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
@@ -204,11 +204,7 @@ def _learners(
 ) -> LearnerExecutor:
     """What trains the learners of this rank. Their inner steps sum gradients on it alone, by the
     same tree over microbatches."""
-    named = task.named_parameters(objective)
-    alone = replace(groups.replica, index=0, ranks=(0,))
-    topology = Topology(groups.topology.generation, (alone,), ("",))
-    peers, cells = PeerGroup(groups.settings.store, "", 0, 1), run_cells(config, topology, 0)
-    teams = [(cell, CellTeam(peers, cell.members, 0, (0,))) for cell in cells]
+    named, teams = task.named_parameters(objective), _cells_alone(config, groups)
     boxes = {box.name: box for box in parameters.boxes}
     dtype, working = parameters.master_tensors[0].dtype, parameters.compute_tensors
     bucket_bytes = int(config.layout.bucket_mb * 1e6)
@@ -216,6 +212,14 @@ def _learners(
     if working[0].dtype != dtype:
         working = [torch.zeros_like(master) for master in parameters.master_tensors]
     return LearnerExecutor(config, groups, passes, inner, parameters, working, task.user_parts)
+
+
+def _cells_alone(config: RunConfig, groups: ProcessGroups) -> Cells:
+    """The cells of this rank as if there were no other replica."""
+    alone = replace(groups.replica, index=0, ranks=(0,))
+    topology = Topology(groups.topology.generation, (alone,), ("",))
+    peers, cells = PeerGroup(groups.settings.store, "", 0, 1), run_cells(config, topology, 0)
+    return [(cell, CellTeam(peers, cell.members, 0, (0,))) for cell in cells]
 
 
 def _prepare_units(
@@ -333,8 +337,12 @@ def _replicated_feed(
     """Sum the gradients of plain parameters. wanted: the parts of `boxes` that this rank trains."""
     config = parts.config
 
+    gradients = (
+        GradientsOfAll if config.outer.is_on and config.outer.codec.is_on else ReplicatedGradients
+    )
+
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
-        return ReplicatedGradients(
+        return gradients(
             named,
             boxes,
             cells,
@@ -416,6 +424,8 @@ def _gradient_feed(parts: _Parts, make: Callable[[Cells, bool], GradientFeeder])
 
     def feed(groups: ProcessGroups, old: GradientFeeder | None) -> GradientFeeder:
         cells, by_unit = run_cells(config, groups.topology, groups.rank), _by_unit(config, groups)
+        if config.outer.is_on and config.outer.codec.is_on:  # nothing but payloads travels
+            return make(_cells_alone(config, groups), by_unit)
         joined = list(zip(cells, groups.teams(cells), strict=True))
         if old is not None and old.regroup(joined, by_unit):
             return old

@@ -23,20 +23,24 @@ from torch import Tensor
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.optimizer_state import slot_prefix
-from holdfast.core.sharding.state_table import LEARNER_PREFIX, learner_shares
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, learner_shares
+from holdfast.core.sharding.step_resume import Computed
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.grad_norm import clip_factor
+from holdfast.parallel.outer.codecs import Codec, make_codec
+from holdfast.parallel.outer.payloads import PayloadRound
 from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
-from holdfast.training.optimizers.optimizer import SlotTensors
 
 LearnerSlots = list[list[Tensor | None]]
-"""By slot and parameter: [learners of this rank, *shape]; None where the parameter has none."""
+"""By slot and parameter: [learners of this rank, *shape]; None where the parameter has none. With
+error feedback, the last slot is what was left out."""
 
 
 def inner_train(config: RunConfig) -> TrainConfig:
@@ -77,40 +81,65 @@ class LearnerExecutor(Executor):
         self.counts_alike = config.outer.average == "mean"
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None
-        shares = learner_shares(self._learners, groups.replica_count)
-        self._own = shares[groups.coordinate.replica]
+        self._groups = groups
+        self._shares = learner_shares(self._learners, groups.replica_count)
+        self._own = self._shares[groups.coordinate.replica]
+        codec = config.outer.codec
+        self._codec = make_codec(codec.name, codec.share) if codec.is_on else None
+        self._feedback = codec.error_feedback
         kept = (parameters.table, self._working, inner.gradients(), user, None, parameters.boxes)
         self._optimizer = make_optimizer(config.train.optimizer, *kept)
-        self._states = self._make_states(self._optimizer.slots)
-        self._next_states = self._make_states(self._optimizer.slots)
+        like: list[Sequence[Tensor | None]] = [slot.tensors for slot in self._optimizer.slots]
+        self._prefixes = [slot_prefix(slot.slot) for slot in self._optimizer.slots]
+        if codec.keeps_error:
+            like.append(self._working)
+            self._prefixes.append(ERROR_PREFIX)
+        self._states, self._next_states = self._make_states(like), self._make_states(like)
 
-    def _make_states(self, slots: Sequence[SlotTensors]) -> LearnerSlots:
+    def _make_states(self, like: Sequence[Sequence[Tensor | None]]) -> LearnerSlots:
         count = len(self._own)
         return [
-            [None if t is None else t.new_zeros((count, *t.shape)) for t in slot.tensors]
-            for slot in slots
+            [None if t is None else t.new_zeros((count, *t.shape)) for t in tensors]
+            for tensors in like
         ]
 
     # --- a round --------------------------------------------------------------------------
     def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
         """Run the round of each learner. Its loss is the sum over all its inner steps."""
+        codec, exchange = self._codec, None
+        count = sum(t.numel() for t in self._working)
+        if codec is not None and isinstance(listener, GradientsOfAll):
+            size = codec.payload_bytes(count)
+            exchange = PayloadRound(self._groups.control, self._shares, size)
         try:
             for learner, batch in share:
                 losses.append(self._run_round(learner, batch, listener))
-                self._give_change(learner, batch, listener)
+                changes = self._changes(batch)
+                if codec is None or exchange is None:
+                    self._give(learner, changes, listener)
+                else:
+                    exchange.send(learner, self._encode(learner, changes, codec))
                 listener.check()
         finally:
             self._parameters.refresh()
+        if codec is not None and exchange is not None:
+            payloads = exchange.wait_for_all()
+            for learner in range(self._learners):
+                flat = codec.decode(payloads[learner].to(self._working[0].device), count)
+                self._give(learner, self._split(flat), listener)
 
     @torch.no_grad()
-    def _give_change(self, learner: int, batch: Any, listener: GradientListener) -> None:
-        """Hand over what the inner steps have taken off the weights."""
+    def _changes(self, batch: Any) -> list[Tensor]:
+        """What the inner steps have taken off the weights, with the weight of the learner."""
         weight = 1.0 if self.counts_alike else float(batch.tokens)
         masters = self._parameters.master_tensors
-        changes = [
+        return [
             torch.sub(old, new).mul_(weight)
             for old, new in zip(masters, self._working, strict=True)
         ]
+
+    @torch.no_grad()
+    def _give(self, learner: int, changes: Sequence[Tensor], listener: GradientListener) -> None:
         if isinstance(listener, ReplicatedGradients):
             listener.fill_leaf(learner, changes)
             return
@@ -118,6 +147,28 @@ class LearnerExecutor(Executor):
         for parameter, change in zip(self._inner.parameters, changes, strict=True):
             listener.give(parameter, change.to(parameter.dtype))
         listener.end_leaf()
+
+    @torch.no_grad()
+    def _encode(self, learner: int, changes: Sequence[Tensor], codec: Codec) -> Tensor:
+        """The payload of a learner, and what it leaves out for the learner's next round."""
+        row, flat = self._own.index(learner), _flat(changes)
+        if ERROR_PREFIX in self._prefixes:
+            left = [error[row] for error in self._states[-1] if error is not None]
+            flat.add_(_flat(left), alpha=self._feedback)
+        payload = codec.encode(flat)
+        if ERROR_PREFIX in self._prefixes:
+            parts = self._split(flat - codec.decode(payload, flat.numel()))
+            for error, part in zip(self._next_states[-1], parts, strict=True):
+                assert error is not None, "every parameter has one"
+                error[row].copy_(part)
+        return payload.cpu()
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """[n] fp32 -> a tensor for each parameter"""
+        parts = torch.split(flat, [t.numel() for t in self._working])
+        return [
+            part.view(t.shape).to(t.dtype) for part, t in zip(parts, self._working, strict=True)
+        ]
 
     def _run_round(self, learner: int, batch: Any, listener: GradientListener) -> Tensor:
         row = self._own.index(learner)
@@ -165,14 +216,14 @@ class LearnerExecutor(Executor):
     def _begin_learner(self, row: int) -> None:
         torch._foreach_copy_(self._working, self._parameters.master_tensors)
         self._update_compute_tensors()
-        for slot, states in zip(self._optimizer.slots, self._states, strict=True):
+        for slot, states in zip(self._optimizer.slots, self._states, strict=False):
             for tensor, state in zip(slot.tensors, states, strict=True):
                 if tensor is not None and state is not None:
                     tensor.copy_(state[row])
 
     @torch.no_grad()
     def _end_learner(self, row: int) -> None:
-        for slot, states in zip(self._optimizer.slots, self._next_states, strict=True):
+        for slot, states in zip(self._optimizer.slots, self._next_states, strict=False):
             for tensor, state in zip(slot.tensors, states, strict=True):
                 if tensor is not None and state is not None:
                     state[row].copy_(tensor)
@@ -211,15 +262,27 @@ class LearnerExecutor(Executor):
         first = self._own[0] if self._own else 0
         return [
             LocalTensor(
-                f"{LEARNER_PREFIX}{slot_prefix(slot.slot)}{row.name}",
+                f"{LEARNER_PREFIX}{prefix}{row.name}",
                 state,
                 (first, *(0 for _ in state.shape[1:])),
                 (self._learners, *state.shape[1:]),
             )
-            for slot, states in zip(self._optimizer.slots, self._states, strict=True)
+            for prefix, states in zip(self._prefixes, self._states, strict=True)
             for row, state in zip(self._parameters.table, states, strict=True)
             if state is not None
         ]
+
+
+class GradientsOfAll(ReplicatedGradients):
+    """Sums the decoded changes of all learners, which every rank has, on this rank alone."""
+
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a round. shares: of the ranks, which make no difference here."""
+        super().begin(leaves, (tuple(range(leaves)),))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in tensors])
 
 
 def rows_of(batch: TensorMicrobatch, start: int, stop: int) -> TensorMicrobatch:

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.train import ProfileConfig
 from holdfast.core.sharding.run_table import run_state_table
 from holdfast.errors import HoldfastError, NonFiniteError
 from holdfast.events import (
@@ -40,6 +42,7 @@ from holdfast.training.engine.fallbacks import Fallbacks
 from holdfast.training.engine.protocols import EventReporter, Membership, Saver, StepFeed, StepShare
 from holdfast.training.engine.replica_check import ReplicaChecker, outlier_ranks
 from holdfast.training.engine.save_cadence import FailureStats, SaveCadence
+from holdfast.training.engine.step_profiler import StepProfiler
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import StepAccount, StepVerdict, Wishes
 from holdfast.training.engine.weights_digest import WeightsDigester, digest_of_weights
@@ -216,6 +219,7 @@ class TrainingLoop:
         tier_durations: Callable[[], TierDurations] = TierDurations,
         is_in_danger: Callable[[], bool] = lambda: False,
         retry: StepRetry | None = None,
+        profiler: StepProfiler | None = None,
     ):
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config = saver, evaluator, config
@@ -254,6 +258,9 @@ class TrainingLoop:
             is_in_danger,
         )
         self.retry = retry
+        self.profiler = profiler or StepProfiler(
+            self.rank, engine.device, ProfileConfig(), Path(), reporter.emit
+        )
         self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit, engine.objective)
         judges = self.rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
@@ -271,6 +278,16 @@ class TrainingLoop:
         if self.start_step >= last_step:
             return TrainingOutcome("finished", self.start_step)
         self.resume_validation(self.start_step)
+        try:
+            outcome = self._run_steps(loader)
+            if outcome.kind != "paused":
+                self.profiler.wait_until_written()
+            return outcome
+        finally:
+            self.profiler.close()
+
+    def _run_steps(self, loader: StepFeed) -> TrainingOutcome:
+        last_step = self.config.train.steps
         for batch in self.engine.order_shares(loader):
             stopping = self.step(batch)
             if batch.step >= last_step or stopping:
@@ -290,8 +307,9 @@ class TrainingLoop:
 
     def step(self, batch: StepShare) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
-        step, watch = batch.step, self.timer
+        step, watch, profiler = batch.step, self.timer, self.profiler
         watch.lap("data")
+        profiler.begin(step, "compute")
         if self.recorder is not None:
             # What a validation left is not of this step.
             self.recorder.begin(is_traced=self.config.layout.is_traced(step))
@@ -303,12 +321,15 @@ class TrainingLoop:
             self.fallbacks.look(step, self.engine.dealt_shares)
         self.engine.compute(batch.microbatches)
         watch.lap("compute")
+        profiler.phase("reduce")
         self.reporter.progress(step, "reduce")
         verdict = self._reduce(step)
         watch.lap("reduce")
+        profiler.phase("apply")
         rate = self.engine.apply(verdict)
         _, verdict = self.engine.history.applied_verdicts[-1]
         watch.lap("apply")
+        profiler.phase("save and report")
         self._check_replicas(step)
         if self.digester is not None:
             digest = self.digester.event(self.rank, step, self.engine.state())
@@ -329,6 +350,7 @@ class TrainingLoop:
         if into is not None:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
             self.saver.announce(step, meta, into)
+        profiler.end(step)
         watch.start()
         self.is_pausing = verdict.requests.pause
         self.reporter.progress(step, "data")

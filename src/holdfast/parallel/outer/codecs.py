@@ -1,0 +1,116 @@
+"""Codecs of what learners exchange: from a change of the weights to bytes, and back.
+
+A codec is a function of the change alone. It rounds to the nearest value and draws no random
+number, so every rank decodes the same bits. A payload has the same length for every change of one
+size, so no lengths travel.
+
+    bf16   the upper half of each fp32, rounded: 2 bytes
+    int8   blocks of `BLOCK` values with one fp32 scale, the largest magnitude / 127: 1 byte
+    int4   the same with 7 in place of 127: half a byte
+    topk   of each chunk of `CHUNK` values the largest `share`, as index and bf16: 4 bytes for each
+           that is kept. The rest is 0
+
+With error feedback a learner adds to its change what earlier rounds left out (Seide et al., 2014;
+Stich et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 256  # values with one scale
+CHUNK = 4096  # values among which the largest are chosen; an index of 16 bits reaches all
+
+
+@dataclass(frozen=True)
+class Codec:
+    """payload_bytes: of a number of values. encode: [n] fp32 -> [bytes] uint8. decode: the inverse,
+    given the number of values."""
+
+    payload_bytes: Callable[[int], int]
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor, int], Tensor]
+
+
+def make_codec(name: str, share: float) -> Codec:
+    """Return the codec that the run file names. share: of the values that `topk` keeps. Raises
+    ValueError for an unknown name."""
+    if name == "bf16":
+        return Codec(lambda n: 2 * n, _encode_bf16, _decode_bf16)
+    if name in ("int8", "int4"):
+        bits = int(name.removeprefix("int"))
+        encode, decode = partial(_encode_blocks, bits), partial(_decode_blocks, bits)
+        return Codec(lambda n: _count(n, BLOCK) * (BLOCK * bits // 8 + 4), encode, decode)
+    if name == "topk":
+        kept = max(1, round(share * CHUNK))
+        encode, decode = partial(_encode_largest, kept), partial(_decode_largest, kept)
+        return Codec(lambda n: _count(n, CHUNK) * kept * 4, encode, decode)
+    raise ValueError(f"no codec {name!r}")
+
+
+def _count(values: int, size: int) -> int:
+    """How many runs of `size` hold so many values."""
+    return -(-values // size)
+
+
+def _rows(values: Tensor, size: int) -> Tensor:
+    """values: [n] -> [runs, size], the last one filled with zeros"""
+    missing = _count(values.numel(), size) * size - values.numel()
+    return pad(values, (0, missing)).view(-1, size)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def _encode_bf16(values: Tensor) -> Tensor:
+    return _bytes(values.to(torch.bfloat16))
+
+
+def _decode_bf16(payload: Tensor, count: int) -> Tensor:
+    return payload.view(torch.bfloat16).to(torch.float32)
+
+
+def _encode_blocks(bits: int, values: Tensor) -> Tensor:
+    """Scales first, then the codes; of 4 bits, two neighbours share a byte."""
+    largest = 2 ** (bits - 1) - 1
+    rows = _rows(values, BLOCK)
+    scales = rows.abs().amax(1, keepdim=True) / largest
+    codes = torch.where(scales > 0, rows / scales, 0).round().clamp_(-largest, largest)
+    stored = codes.to(torch.int8).view(-1).view(torch.uint8)
+    if bits == 4:
+        pairs = stored.view(-1, 2)
+        stored = (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
+    return torch.cat([_bytes(scales), stored])
+
+
+def _decode_blocks(bits: int, payload: Tensor, count: int) -> Tensor:
+    blocks = _count(count, BLOCK)
+    scales = payload[: 4 * blocks].clone().view(torch.float32).view(-1, 1)
+    stored = payload[4 * blocks :]
+    if bits == 4:
+        stored = torch.stack([stored & 15, stored >> 4], 1).view(-1)
+        stored = ((stored ^ 8) - 8).view(torch.int8).view(torch.uint8)  # the sign of 4 bits
+    codes = stored.view(torch.int8).to(torch.float32).view(blocks, BLOCK)
+    return (codes * scales).view(-1)[:count]
+
+
+def _encode_largest(kept: int, values: Tensor) -> Tensor:
+    rows = _rows(values, CHUNK)
+    places = rows.abs().topk(kept, dim=1, sorted=False).indices.sort(1).values
+    found = rows.gather(1, places)
+    return torch.cat([_bytes(places.to(torch.int16)), _bytes(found.to(torch.bfloat16))])
+
+
+def _decode_largest(kept: int, payload: Tensor, count: int) -> Tensor:
+    chunks = _count(count, CHUNK)
+    half = 2 * chunks * kept
+    places = payload[:half].view(torch.int16).to(torch.int64).view(chunks, kept)
+    found = payload[half:].clone().view(torch.bfloat16).to(torch.float32).view(chunks, kept)
+    return found.new_zeros((chunks, CHUNK)).scatter_(1, places, found).view(-1)[:count]

@@ -1,0 +1,73 @@
+"""Codecs of changes: lengths, errors within their bounds, and nothing that feedback loses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.parallel.outer.codecs import BLOCK, CHUNK, make_codec
+
+COUNT = 2 * CHUNK + 777
+BLOCKS, CHUNKS = -(-COUNT // BLOCK), 3
+
+
+def _values(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(COUNT, generator=generator) * torch.linspace(0.001, 2, COUNT)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "nbytes"),
+    [
+        ("bf16", 1.0, 2 * COUNT),
+        ("int8", 1.0, BLOCKS * (BLOCK + 4)),
+        ("int4", 1.0, BLOCKS * (BLOCK // 2 + 4)),
+        ("topk", 0.01, CHUNKS * 41 * 4),
+    ],
+)
+def test_a_payload_has_its_length_and_decodes_to_what_it_says(
+    name: str, share: float, nbytes: int
+) -> None:
+    codec, values = make_codec(name, share), _values(1)
+    payload = codec.encode(values)
+    assert payload.dtype == torch.uint8
+    assert payload.numel() == codec.payload_bytes(COUNT) == nbytes
+    decoded = codec.decode(payload, COUNT)
+    assert torch.equal(codec.decode(codec.encode(decoded), COUNT), decoded), "it is on the grid"
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
+def test_a_block_is_off_by_half_a_level_at_most(name: str, largest: int) -> None:
+    codec, values = make_codec(name, 1.0), _values(2)[: 8 * BLOCK]
+    error = (codec.decode(codec.encode(values), len(values)) - values).abs().view(-1, BLOCK)
+    level = values.abs().view(-1, BLOCK).amax(1) / largest
+    assert bool((error.amax(1) <= level * 0.5001).all())
+
+
+def test_topk_keeps_the_largest_of_each_chunk() -> None:
+    codec, values = make_codec("topk", 0.25), _values(3)[:CHUNK]
+    decoded = codec.decode(codec.encode(values), CHUNK)
+    kept = decoded != 0
+    assert int(kept.sum()) == CHUNK // 4
+    assert values[kept].abs().min() >= values[~kept].abs().max()
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk"])
+def test_what_is_sent_and_what_is_left_are_all_there_was(name: str) -> None:
+    codec = make_codec(name, 0.05)
+    left, sent, total = torch.zeros(COUNT), torch.zeros(COUNT), torch.zeros(COUNT)
+    for seed in range(8):
+        change = _values(seed)
+        total += change
+        given = change + left
+        decoded = codec.decode(codec.encode(given), COUNT)
+        sent, left = sent + decoded, given - decoded
+    assert torch.allclose(sent + left, total, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
+    codec, values = make_codec(name, 0.01), _values(4)
+    values[5000] = bad
+    assert not bool(torch.isfinite(codec.decode(codec.encode(values), COUNT)).all())
