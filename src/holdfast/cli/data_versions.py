@@ -1,10 +1,11 @@
-"""`holdfast data show | list | versions | diff`: what stages do, and the versions of a dataset."""
+"""`holdfast data show | list | versions | diff | croissant`: stages and versions of a dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from holdfast.config.loading.load import load_config
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.prepare.stage_samples import SourceSample, StageSample, sample_sources
 from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.croissant import describe_croissant
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.document_reads import DocumentPlace, find_reads
@@ -30,7 +32,7 @@ from holdfast.data.stream.versions import (
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.runs import open_run
 from holdfast.report.formatting import format_count
-from holdfast.show.output import print_json, print_table
+from holdfast.show.output import print_json, print_table, write_text
 from holdfast.wire.journal import read_journal
 
 NAMED_DOCUMENTS = 20
@@ -318,3 +320,30 @@ def _touched(run: Path, names: set[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 def _open(location: str) -> Dataset:
     return open_dataset(location, DataConfig(), ask=True)
+
+
+def croissant(
+    dataset: DatasetArgument,
+    to: Annotated[Path | None, typer.Option(help="file; none: croissant.json next to it")] = None,
+    name: Annotated[str, typer.Option(help="none: that of its folder")] = "",
+    license: Annotated[str, typer.Option(help="SPDX name or address of its licence")] = "",
+    url: Annotated[str, typer.Option(help="where the dataset is published")] = "",
+) -> None:
+    """Describe a dataset in Croissant 1.0.
+
+    Each of its files is read for its sha256. The file is no part of the version.
+
+    \b
+    Example:
+      holdfast data croissant datasets/web --license CC-BY-4.0 --url https://example.com/web
+    """
+    found = _open(dataset)
+    if to is None and found.cache is not None:
+        raise ConfigError(
+            "a dataset with an address has no folder for the file",
+            where="--to",
+            remedy="name a file: --to croissant.json",
+        )
+    named = name or found.place.rstrip("/").rpartition("/")[2]
+    text = dumps(describe_croissant(found, named, license, url), indent=2) + "\n"
+    write_text(to or found.folder / "croissant.json", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -186,3 +187,21 @@ def test_places_without_a_dataset_are_refused(tmp_path: Path) -> None:
     within("data", "list", tmp_path).refuses("no dataset")
     for command in (("versions", tmp_path), ("diff", tmp_path, tmp_path)):
         within("data", *command).refuses("no prepared dataset")
+
+
+def test_a_croissant_file_names_each_file_and_the_stages(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path / "run.yaml", full_corpus(tmp_path / "in"), tmp_path / "set")
+    arguments = ("data", "croissant", dataset.folder, "--license", "CC-BY-4.0")
+    within(*arguments).succeeds()
+    found = json.loads((dataset.folder / "croissant.json").read_text())
+    assert found["version"] == dataset.version
+    assert found["license"] == "CC-BY-4.0"
+    assert len(found["rai:dataPreprocessingProtocol"]) == 5
+    files = {entry["contentUrl"]: entry for entry in found["distribution"]}
+    for name, entry in files.items():
+        content = (dataset.folder / name).read_bytes()
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+    assert {file.path for file in dataset.files()} < files.keys()
+    columns = {field["source"]["extract"]["column"] for field in found["recordSet"][0]["field"]}
+    assert all(columns <= line.keys() for line in removed(dataset))
+    assert Dataset.open(dataset.folder).version == dataset.version  # it is no part of it
