@@ -129,7 +129,7 @@ def test_the_mix_follows_a_price_and_a_reclaim(
             assert has("2 instances are still at work")
             assert has("holdfast cloud end")
             following = loop()
-            until(lambda: has("taken over: node-0"), 120)
+            until(lambda: has("taken over: node-0"), 300)
             price(6.0)
             until(lambda: has(r"ended node-1"), 300)
             live = cloud.live()
@@ -137,7 +137,7 @@ def test_the_mix_follows_a_price_and_a_reclaim(
             step = max(run.losses())
             until(lambda: max(run.losses(), default=0) >= step + 20, 300)
             cloud.reclaim(live[0])
-            until(lambda: has("the cloud took back node-2"), 120)
+            until(lambda: has("the cloud took back node-2"), 300)
             assert following.wait(600) == 0, "".join(said)
             assert not cloud.live()
         finally:

@@ -148,6 +148,17 @@ def test_a_source_without_a_licence_and_a_broken_record_are_refused(
     within("audit", "record", recorded, "--approve", "B").refuses("a line is missing")
 
 
+def test_data_that_has_moved_is_named(recorded: Path, trained: Trained, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(trained.root / "dataset", data)
+    path = recorded / "resolved.json"
+    path.write_text(path.read_text().replace(str(trained.root / "dataset"), str(tmp_path / "gone")))
+    assert within("audit", "verify", recorded).code == 2
+    found = within("audit", "verify", recorded, "--data", data)
+    assert "dataset" not in found.out + found.err
+    within("audit", "verify", recorded, "--data", tmp_path / "none").refuses_last("none")
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -281,6 +281,7 @@ def run_with_kills(file: Path, kills: int, draw: random.Random) -> list[str]:
                 words = " ".join(psutil.Process(chosen.pid).cmdline())
                 chosen.kill()
                 killed.append(f"{stage}: {words.replace(str(folder), '')[:90]}")
+                deadline = time.monotonic() + DEADLINE_S  # of the wait for the next one
         if process.returncode == 0:
             return killed
         assert process.returncode in (1, 75, 128 + signal.SIGKILL, -signal.SIGKILL), (

@@ -13,10 +13,11 @@ from holdfast.events import BudgetReached, NodesPresent, Record, RunStarted, Run
 from holdfast.policy.spending import meter_of
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
-from holdfast_platform.observe.runs import RunsRegistry
+from holdfast_platform.observe.runs import CHECK_UP_MARK, RunsRegistry, runs_below
 from tests.runtime.cli.conftest import Trained, trained
 from tests.support.commands import start, within, write_run_file
 from tests.support.followed_run import FollowedRun, assert_same_bits
+from tests.support.journal_builder import lossy_run, store_run
 from tests.support.nodes import nodes_of, prepared
 from tests.support.ranks import wait_until
 
@@ -180,6 +181,16 @@ def _look(path: Path, place: Path) -> None:
     for _ in range(5):
         registry.add(str(place))
         registry.refresh(anew=True)
+
+
+def test_copies_of_check_ups_are_no_runs(tmp_path: Path) -> None:
+    for name in ("mine", "mine.ready/disturbed/run", "mine.ready/kept/run"):
+        store_run(tmp_path / name, lossy_run().records, 30)
+    (tmp_path / "mine.ready/disturbed" / CHECK_UP_MARK).touch()
+    places = [str(tmp_path / name) for name in ("mine", "mine.ready/kept/run")]
+    assert sorted(runs_below(str(tmp_path))) == places
+    copy = str(tmp_path / "mine.ready/disturbed/run")
+    assert list(runs_below(copy)) == [copy], "it is named"
 
 
 def test_several_processes_may_write_the_registry(trained: Trained, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from holdfast.cli.options import Json, RunArgument
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.launch.run.branch import make_branch
 from holdfast.launch.run.runs import open_run
+from holdfast.launch.start.regions import refuse_copy_elsewhere
 from holdfast.report.formatting import format_bytes
 from holdfast.show.output import print_json, say
 
@@ -62,6 +63,7 @@ def branch(
     from holdfast.machine.hardware import detect_hardware
 
     parent = open_run(run)
+    refuse_copy_elsewhere(parent.config.governance, str(to), "--to")
     with explain_read_errors(parent.place), StageProgress() as progress:
         show = partial(progress.show_bytes, "copied")
         made = make_branch(parent, at, to, overrides or [], detect_hardware(), show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from holdfast.launch.run.holder import HolderWatch, is_holder_gone
 from holdfast.launch.run.lora_run import describe_first_weights
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run
 from holdfast.report.dashboard.run_view import RunSource
+from holdfast.report.live.background import FOLLOWER_NICENESS
 from holdfast.show.output import print_line, say
 
 app = make_app("Show runs in a browser while they train.")
@@ -55,6 +57,7 @@ def dashboard(
     else:
         source = source_of(open_run(run), run.name)
         board = Dashboard(lambda: {run.name: lambda: source}, is_single=True)
+    os.nice(FOLLOWER_NICENESS)
     token = secrets.token_urlsafe(32)
     bound = bind_listener("127.0.0.1", port, "--port")
     address = f"http://127.0.0.1:{bound.getsockname()[1]}/?token={token}"

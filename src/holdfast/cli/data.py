@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +12,13 @@ import typer
 
 from holdfast.api.progress import StageProgress
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
+from holdfast.cli import data_versions
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, Overrides, RunArgument, RunFile, run_path
+from holdfast.cli.run_parents import describe_steps, open_parent, with_parents
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
-from holdfast.core.data.data_ledger import merge_ranges
 from holdfast.data.order.audit import AuditProblem, AuditResult, audit_records, branch_event
 from holdfast.data.prepare.prepare import MakePool
 from holdfast.data.prepare.prepare import prepare_dataset as make
@@ -33,9 +34,8 @@ from holdfast.data.stream.document_reads import (
 )
 from holdfast.data.stream.inspect import dataset_numbers, mask_shares, render_sample
 from holdfast.data.stream.verify import find_problems as problems_of
-from holdfast.errors import ConfigError, DataError, RunFolderError, UserError
-from holdfast.events import RunBranched
-from holdfast.launch.run.runs import Run, named_path, open_run
+from holdfast.errors import ConfigError, DataError, RunFolderError
+from holdfast.launch.run.runs import Run, open_run
 from holdfast.launch.run.task_run import ask_task
 from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.report.formatting import format_bytes, format_count
@@ -71,6 +71,7 @@ def prepare(
             progress.say,
             progress.show,
             pool=pool,
+            mend=True,
         )
     if json:
         print_json(dataset_numbers(dataset))
@@ -225,7 +226,7 @@ def who_read(
     text = read_document(document, config.max_document_bytes)
     name, found = document_hash(text), dict[str, dict[str, Any]]()
     for run in runs:
-        for place, opened, last in _with_parents(open_run(run)):
+        for place, opened, last in with_parents(open_run(run)):
             found[place] = _reads_of(opened, text, last)
     if json:
         print_json({"document": name, "runs": found})
@@ -234,20 +235,6 @@ def who_read(
         for place, reads in found.items():
             print(f"{place}: {_describe_reads(reads)}", flush=True)
     return 0 if any(reads["steps"] for reads in found.values()) else 1
-
-
-def _with_parents(run: Run) -> Iterator[tuple[str, Run, int]]:
-    """Yield a run, and the runs that it continues, each with the last step that counts; 0: all."""
-    found: Run | None = run
-    last = 0
-    while found is not None:
-        yield found.place, found, last
-        event = branch_event(read_journal(found.store))
-        if event is None:
-            return
-        found, last = _open_parent(event), event.step
-        if found is None and last:
-            say(f"the run {event.folder} dealt the steps up to {last}, and is no longer there")
 
 
 def _reads_of(run: Run, text: str, last: int) -> dict[str, Any]:
@@ -274,16 +261,14 @@ def _describe_reads(reads: dict[str, Any]) -> str:
     if not reads["sources"]:
         return f"the document is not in the dataset {reads['dataset']}"
     where = f"in {', '.join(reads['sources'])} of the dataset {reads['dataset']}"
-    lost = f"; work of steps {_ranges(reads['lost_steps'])} was lost" if reads["lost_steps"] else ""
+    lost = (
+        f"; work of steps {describe_steps(reads['lost_steps'])} was lost"
+        if reads["lost_steps"]
+        else ""
+    )
     if not reads["steps"]:
         return f"no step read it, {where}{lost}"
-    return f"read by steps {_ranges(reads['steps'])}, {where}{lost}"
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Steps in short: 3, 7-9."""
-    merged = merge_ranges((step, step + 1) for step in steps)
-    return ", ".join(f"{a:,}" if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in merged)
+    return f"read by steps {describe_steps(reads['steps'])}, {where}{lost}"
 
 
 def _decoder_config(run_file: Path, overrides: list[str] | None, what: str) -> RunConfig:
@@ -416,7 +401,7 @@ def audit_parents(found: Run) -> dict[str, RunAudit]:
     audits: dict[str, RunAudit] = {}
     run: Run | None = found
     while run is not None and (event := branch_event(read_journal(run.store))) is not None:
-        run = _open_parent(event)
+        run = open_parent(event)
         if event.step == 0:
             break  # the parent had dealt nothing yet
         if run is None:
@@ -430,10 +415,9 @@ def audit_parents(found: Run) -> dict[str, RunAudit]:
     return audits
 
 
-def _open_parent(event: RunBranched) -> Run | None:
-    """The run that a branch continues; None if another run, or none, lies at its path."""
-    try:
-        run = open_run(named_path(event.folder))
-    except UserError:
-        return None
-    return run if str(run.resolved.get("run_id", "")) == event.parent_id else None
+app.command()(data_versions.show)
+app.command("list")(data_versions.list_)
+app.command()(data_versions.versions)
+app.command()(data_versions.diff)
+app.command()(data_versions.croissant)
+app.command()(data_versions.lineage)

@@ -13,7 +13,7 @@ from holdfast.cli.options import CheckpointStep, Json, LoraBase, RunArgument, re
 from holdfast.config.sections.evaluate import EvaluationTask
 from holdfast.errors import ConfigError
 from holdfast.export.texts import is_model_folder
-from holdfast.show.output import print_json, say, write_text
+from holdfast.show.output import check_target, print_json, say, write_text
 
 app = make_app("Score a run or a model on tasks.")
 
@@ -79,6 +79,8 @@ def evaluate(
     elif include is not None or shots is not None:
         given = {"--include": include, "--shots": shots is not None}
         refuse_beside("tasks that are files of rows", given)
+    if to is not None:
+        check_target(to, "--to", [Path(name) for name in files])
     if limit:
         own = [task.model_copy(update={"limit": limit}) for task in own]
     model = open_model(run, step, base, say)

@@ -18,6 +18,7 @@ from holdfast.export.dcp import write_dcp_folder
 from holdfast.export.gguf import require_gguf, write_gguf
 from holdfast.export.weights import untrained_begin, with_checkpoint, write_folder
 from holdfast.launch.run.runs import Run, open_run, with_base
+from holdfast.launch.start.regions import note_regions, refuse_copy_elsewhere
 from holdfast.show.output import print_json, say
 
 app = make_app("Write a folder that transformers or torch.distributed.checkpoint loads.")
@@ -112,7 +113,9 @@ def export(
       holdfast export runs/tuned --to tuned.gguf --format gguf
     """
     _refuse_options(format, dtype, names, quantize)
-    found = with_base(open_run(run), base)
+    found = open_run(run)
+    refuse_copy_elsewhere(found.config.governance, str(to), "--to")
+    found = with_base(found, base)
     if format is Format.DCP:
         step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
     elif format is Format.GGUF:
@@ -131,6 +134,8 @@ def export(
             step_done, known = _hf(found, to, step, cast, size)
         else:
             step_done, known = _quantized(found, to, step, cast, size, quantize)
+    if to.is_dir():
+        note_regions(to, found.config.governance)
     if json:
         print_json({"step": step_done, "folder": str(to), "tokenizer": known})
     else:

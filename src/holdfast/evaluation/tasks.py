@@ -64,14 +64,21 @@ def results_of(model: EvaluatedModel) -> Results | None:
     return Results(model.run.store, commit.step, commit.generation)
 
 
+def metric_of(task: EvaluationTask) -> str:
+    """Return the metric of a task's score, from its first row. Raises DataError."""
+    first = _first_row(task, f"the task {task.label}")
+    if task.text in first and task.prompt not in first:
+        return LOSS
+    return "accuracy" if task.choices in first else "exact_match"
+
+
 class TaskRows:
     """The rows of a task as a model reads them. Raises DataError for a row that does not fit."""
 
     def __init__(self, task: EvaluationTask, model: EvaluatedModel):
         self._task, self._model, self._where = task, model, f"the task {task.label}"
-        first = _first_row(task, self._where)
-        self._is_text = task.text in first and task.prompt not in first
-        self._has_choices = task.choices in first and not self._is_text
+        self._metric = metric_of(task)
+        self._is_text = self._metric == LOSS
         entry = task.model_copy(update={"prompt": task.text}) if self._is_text else task
         all_rows = read_prompts([entry], model.texts.data, key=self._where)
         self._rows: Prompts = Prompts(list(all_rows)[: task.limit or len(all_rows)])
@@ -89,16 +96,16 @@ class TaskRows:
         """Return what the model gets. Raises DataError."""
         start = time.monotonic()
         if self._is_text:
-            metric, items = LOSS, [self._text(prompt) for prompt in self._rows]
-        elif self._has_choices:
-            metric, items = "accuracy", [self._choices(prompt) for prompt in self._rows]
+            items = [self._text(prompt) for prompt in self._rows]
+        elif self._metric == "accuracy":
+            items = [self._choices(prompt) for prompt in self._rows]
         else:
-            metric, items = "exact_match", self._replies()
+            items = self._replies()
         result = TaskResult(
             self._task.label,
             self.digest,
-            metric,
-            metric != LOSS,
+            self._metric,
+            not self._is_text,
             [(item.value, item.weight) for item in items],
             [item.reply for item in items] if not self._is_text else (),
             dict(self._metrics(items)),
@@ -117,7 +124,7 @@ class TaskRows:
         if self._is_text:
             yield "perplexity", math.exp(min(700.0, total / sum(item.weight for item in items)))
             yield "bits_per_byte", total / math.log(2) / sum(item.more for item in items)
-        if self._has_choices:
+        if self._metric == "accuracy":
             yield "accuracy_per_byte", sum(item.more for item in items) / len(items)
         by: dict[str, list[_Item]] = {}
         for prompt, item in zip(self._rows, items, strict=True):

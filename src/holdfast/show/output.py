@@ -39,6 +39,19 @@ def print_table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> N
     sys.stdout.flush()
 
 
+def check_target(to: Path, option: str, inputs: Sequence[Path] = ()) -> None:
+    """Raise UserError before long work for a file that it could not write, or that it reads."""
+    where = f"command line, {option} {to}"
+    if to.exists() and any(path.exists() and path.samefile(to) for path in inputs):
+        raise UserError("this is the file that is read", where=where, remedy="give another path")
+    if to.is_dir() or not to.parent.is_dir():
+        raise UserError(
+            "this is a folder" if to.is_dir() else "there is no folder for this file",
+            where=where,
+            remedy="give a file in a folder that exists",
+        )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write what a command made, and say so. Raises UserError."""
     try:

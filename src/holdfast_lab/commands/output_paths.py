@@ -1,27 +1,14 @@
-"""Files and folders that commands write to: checked before the work, with one writer at a time."""
+"""Folders that commands write to, with one writer at a time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import UserError
-
-
-def check_target(to: Path, option: str, inputs: Sequence[Path] = ()) -> None:
-    """Raise UserError before long work for a file that it could not write, or that it reads."""
-    where = f"command line, {option} {to}"
-    if to.exists() and any(path.exists() and path.samefile(to) for path in inputs):
-        raise UserError("this is the file that is read", where=where, remedy="give another path")
-    if to.is_dir() or not to.parent.is_dir():
-        raise UserError(
-            "this is a folder" if to.is_dir() else "there is no folder for this file",
-            where=where,
-            remedy="give a file in a folder that exists",
-        )
 
 
 def make_folder(folder: Path) -> None:

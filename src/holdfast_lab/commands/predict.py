@@ -15,8 +15,7 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import DataError, UserError
 from holdfast.policy.prediction.bilstm import BiLstm
 from holdfast.policy.prediction.predictor import FittedModels
-from holdfast.show.output import print_json, print_table, say, write_text
-from holdfast_lab.commands.output_paths import check_target
+from holdfast.show.output import check_target, print_json, print_table, say, write_text
 from holdfast_lab.commands.trace import read_bytes
 from holdfast_lab.prediction.fitting import TrainingPart, fit_models, predict_all
 from holdfast_lab.prediction.judging import Verdict

@@ -12,9 +12,9 @@ from typer.core import TyperGroup
 from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
 from holdfast.plan.objective.energy import pools_without_price
-from holdfast.show.output import print_json, print_table, say, write_text
+from holdfast.show.output import check_target, print_json, print_table, say, write_text
 from holdfast_lab.charts.study_charts import stacked_svg
-from holdfast_lab.commands.output_paths import check_target, explained_out_errors, only_writer
+from holdfast_lab.commands.output_paths import explained_out_errors, only_writer
 from holdfast_lab.commands.simulate_admission import admission
 from holdfast_lab.commands.simulate_mix import mix
 from holdfast_lab.commands.trace import Gpu, Zones, read_each

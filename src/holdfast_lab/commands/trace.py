@@ -14,8 +14,7 @@ import typer
 from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
 from holdfast.errors import DataError
-from holdfast.show.output import print_json, say
-from holdfast_lab.commands.output_paths import check_target
+from holdfast.show.output import check_target, print_json, say
 from holdfast_lab.commands.trace_show import (
     lines_of,
     parameters_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,19 +15,23 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, RunArgument, refuse_beside
 from holdfast.cli.read_errors import explain_read_errors
 from holdfast.errors import ConfigError, RunFolderError
-from holdfast.launch.run.runs import open_run
+from holdfast.launch.run.runs import Run, open_run
 from holdfast.show.output import print_json, print_table, say
 
+if TYPE_CHECKING:
+    from holdfast_platform.governance.record import ModelRecord
+
 app = make_app("Recompute steps of a run, and keep the signed record of its model.")
+DataFolder = Annotated[
+    Path | None, typer.Option("--data", help="folder of the prepared data, if it has moved")
+]
 
 
 @app.command()
 def replay(
     run: RunArgument,
     step: Annotated[list[int], typer.Option("--step", min=1, help="step; may be repeated")],
-    data: Annotated[
-        Path | None, typer.Option("--data", help="folder of the prepared data, if it has moved")
-    ] = None,
+    data: DataFolder = None,
     within: Annotated[
         float | None,
         typer.Option(help="bound of the relative distance where bits need not be equal", min=0.0),
@@ -105,10 +109,9 @@ def record(
       holdfast audit record runs/quickstart --approve "A. Person" --export model --key key.pem
       holdfast audit record runs/quickstart --attest "python quote.py"
     """
-    from holdfast_platform.governance import facts
     from holdfast_platform.governance.attestation import attest as add_evidence
     from holdfast_platform.governance.attestation import by_command
-    from holdfast_platform.governance.record import append, file_hashes, read_record, record_path
+    from holdfast_platform.governance.record import append, read_record, record_path
     from holdfast_platform.governance.signing import find_program, sign
     from holdfast_platform.governance.statement import (
         STATEMENT,
@@ -123,24 +126,9 @@ def record(
         if not key.is_file():
             raise ConfigError("there is no such key", where=str(key), remedy="name a key's file")
     before = read_record(found.folder)
-    licences = _licences(licence or [])
-    bodies: list[tuple[str, Mapping[str, Any]]] = []
-    with explain_read_errors(found.place):
-        if licences or before.last("data") is None:
-            bodies.append(("data", facts.data_body(found, licences)))
-        bodies.append(("training", facts.training_body(found)))
-        if (results := facts.evaluation_body(found, evaluation)) is not None:
-            bodies.append(("evaluation", results))
-    if approve:
-        bodies.append(("approval", {"name": approve, "note": note}))
-    if export is not None:
-        if not export.is_dir():
-            raise ConfigError(
-                "there is no such folder", where=str(export), remedy="name an export's folder"
-            )
-        bodies.append(("export", {"folder": str(export.resolve()), "files": file_hashes(export)}))
-    bodies = [(kind, body) for kind, body in bodies if before.last(kind) != body]
-    entries = [append(found.folder, kind, body) for kind, body in bodies]
+    approval = {"name": approve, "note": note} if approve else None
+    bodies = _bodies(found, before, _licences(licence or []), evaluation, approval, export)
+    entries = [append(found.folder, kind, body) for kind, body in bodies.items()]
     try:
         if attest:
             entries.append(add_evidence(found.folder, by_command(attest)))
@@ -157,6 +145,36 @@ def record(
         return
     said = ", ".join(e.kind for e in entries) or "nothing new"
     say(f"{numbers['record']}: {said}{'; signed' if key else ''}")
+
+
+def _bodies(
+    run: Run,
+    before: ModelRecord,
+    licences: Mapping[str, str],
+    evaluation: Path | None,
+    approval: Mapping[str, str] | None,
+    export: Path | None,
+) -> dict[str, Mapping[str, Any]]:
+    """Return by kind what the record `before` does not have yet. Raises UserError."""
+    from holdfast_platform.governance import facts
+    from holdfast_platform.governance.record import file_hashes
+
+    bodies: dict[str, Mapping[str, Any]] = {}
+    with explain_read_errors(run.place):
+        if licences or before.last("data") is None:
+            bodies["data"] = facts.data_body(run, licences)
+        bodies["training"] = facts.training_body(run)
+        if (results := facts.evaluation_body(run, evaluation)) is not None:
+            bodies["evaluation"] = results
+    if approval is not None:
+        bodies["approval"] = approval
+    if export is not None:
+        if not export.is_dir():
+            raise ConfigError(
+                "there is no such folder", where=str(export), remedy="name an export's folder"
+            )
+        bodies["export"] = {"folder": str(export.resolve()), "files": file_hashes(export)}
+    return {kind: body for kind, body in bodies.items() if before.last(kind) != body}
 
 
 def _licences(given: list[str]) -> dict[str, str]:
@@ -179,6 +197,7 @@ def verify(
     key: Annotated[
         Path | None, typer.Option("--key", help="public key (PEM): check the signature with it")
     ] = None,
+    data: DataFolder = None,
     json: Json = False,
 ) -> int:
     """Check the record of a model against its run, and its signature. Exit code 1 for a problem.
@@ -189,6 +208,7 @@ def verify(
     \b
     Example:
       holdfast audit verify runs/quickstart --key key.pub.pem
+      holdfast audit verify copied/quickstart --data copied/dataset
     """
     from holdfast_platform.governance.facts import find_problems
     from holdfast_platform.governance.record import read_record, record_path
@@ -202,8 +222,10 @@ def verify(
             where=found.place,
             remedy="make one: holdfast audit record RUN",
         )
+    if found.config.has_own_data:
+        refuse_beside("a run whose task has its own data", {"--data": data})
     with explain_read_errors(found.place):
-        problems = list(find_problems(found, record))
+        problems = list(find_problems(found, record, None if data is None else str(data)))
     if key is not None and (problem := find_signature_problem(found.folder, key)):
         problems.insert(0, f"signature: {problem}")
     if json:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -17,6 +19,7 @@ from holdfast.config.sections.observe import FROM_ENVIRONMENT
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.events import StepDone
 from holdfast.launch.run.runs import Run, open_run, run_folder_of
+from holdfast.report.live.background import FOLLOWER_NICENESS
 from holdfast.show.output import say
 from holdfast.wire.journal import read_journal
 
@@ -76,18 +79,9 @@ def observe(
     assert to is not None
     from holdfast_platform.observe.folder import observe_files, write_files
 
-    for option, address in (("--page", page), ("--ticket", ticket), ("--chat", chat)):
-        if address and not re.match(r"https?://[^/]", address):
-            raise ConfigError(
-                f"{address!r} is no address of a webhook",
-                where=option,
-                remedy="use https://HOST/PATH",
-            )
+    _refuse_wrong_webhooks({"--page": page, "--ticket": ticket, "--chat": chat})
     for option, address in (("--observer", observer), ("--alertmanager", alertmanager)):
-        if not re.fullmatch(r"[^/\s]+:\d{1,5}", address):
-            raise ConfigError(
-                f"{address!r} is no address", where=option, remedy="use HOST:PORT: 127.0.0.1:9401"
-            )
+        _split_address(option, address)
     config, place, step_s = _config_of(run)
     usual = "" if config.observe.webhook == FROM_ENVIRONMENT else config.observe.webhook
     receivers = {"page": page or usual, "ticket": ticket or usual, "chat": chat or usual}
@@ -116,6 +110,27 @@ def observe(
     say(f"wrote {len(files)} files to {to}; now start: holdfast observe {place} --serve {observer}")
 
 
+def _refuse_wrong_webhooks(addresses: Mapping[str, str]) -> None:
+    """addresses: by option; "" for none. Raises ConfigError."""
+    for option, address in addresses.items():
+        if address and not re.match(r"https?://[^/]", address):
+            raise ConfigError(
+                f"{address!r} is no address of a webhook",
+                where=option,
+                remedy="use https://HOST/PATH",
+            )
+
+
+def _split_address(option: str, address: str) -> tuple[str, int]:
+    """Return host and port. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch(r"[^/\s]+:\d{1,5}", address) or int(port) > 65535:
+        raise ConfigError(
+            f"{address!r} is no address", where=option, remedy="use HOST:PORT: 127.0.0.1:9401"
+        )
+    return host, int(port)
+
+
 def _config_of(argument: Path) -> tuple[RunConfig, str, float]:
     """Return the configuration that an argument names, its run's place, and the seconds of a usual
     step; 0 for a run that has not begun. Raises UserError."""
@@ -134,13 +149,10 @@ def _config_of(argument: Path) -> tuple[RunConfig, str, float]:
 def _serve(run: Run, address: str) -> None:
     from holdfast_platform.observe.observer import Observer
 
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and int(port) < 65536):
-        raise ConfigError(
-            f"{address!r} is no address", where="--serve", remedy="use HOST:PORT: 127.0.0.1:9401"
-        )
+    host, port = _split_address("--serve", address)
+    os.nice(FOLLOWER_NICENESS)
     say(f"serves {run.config.name} on http://{address}/metrics and /targets; Ctrl-C ends it")
     try:
-        Observer(run).serve(host, int(port))
+        Observer(run).serve(host, port)
     except KeyboardInterrupt:
         return

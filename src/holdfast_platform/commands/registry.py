@@ -72,14 +72,16 @@ def add(registry: Place, run: RunArgument, step: CheckpointStep = None, json: Js
       holdfast registry add models/qa runs/tuned
       holdfast registry add s3://bucket/qa exported-model
     """
+    from holdfast.launch.start.regions import note_regions, noted_regions, refuse_copy_elsewhere
+
     if is_model_folder(run):
         refuse_beside("the folder of a model", {"--step": step is not None})
+        refuse_copy_elsewhere(noted_regions(run), registry, "registry")
         kept = open_registry(registry, may_be_new=True)
         version, source = kept.add(run, {"folder": str(run.absolute())}), str(run)
     else:
         from holdfast.export.weights import with_checkpoint, write_folder
         from holdfast.launch.run.runs import open_run
-        from holdfast.launch.start.regions import refuse_copy_elsewhere
 
         found = open_run(run)
         refuse_copy_elsewhere(found.config.governance, registry, "registry")
@@ -94,6 +96,7 @@ def add(registry: Place, run: RunArgument, step: CheckpointStep = None, json: Js
                 lambda one: write_folder(to, found, one, tokenizer, None, 5 * 10**9),
                 say,
             )
+            note_regions(to, found.config.governance)
             about = {
                 "run": found.place,
                 "run_id": found.resolved.get("run_id", ""),

@@ -14,7 +14,7 @@ from holdfast.config.loading.identity import config_hash
 from holdfast.core.data.data_ledger import LedgerEntry, drop_redundant_stand_ins
 from holdfast.core.data.lineage import split_effective
 from holdfast.data.stream.dataset_location import open_dataset
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from holdfast.events import BatchFed, Evaluated, Record, RunBranched, StepDone
 from holdfast.launch.run.runs import Run, read_environment
 from holdfast.wire.journal import read_journal
@@ -43,10 +43,19 @@ def data_body(run: Run, licences: Mapping[str, str]) -> dict[str, Any]:
     return {"dataset": run.dataset_version, "licences": dict(sorted(licences.items()))}
 
 
-def source_names(run: Run) -> tuple[str, ...]:
+def source_names(run: Run, dataset: str | None = None) -> tuple[str, ...]:
+    """Return the sources of a run's dataset. dataset: where it is now; None: where it was. Raises
+    DataError for another dataset."""
     if run.config.has_own_data:
         return (run.config.task.name or "rollout",)
-    return open_dataset(run.dataset_location, run.config.data).source_names
+    found = open_dataset(dataset or run.dataset_location, run.config.data)
+    if found.version != run.dataset_version:
+        raise DataError(
+            f"this is the dataset {found.version}, and the run has {run.dataset_version}",
+            where=dataset or run.dataset_location,
+            remedy="name the run's own with --data",
+        )
+    return found.source_names
 
 
 def training_body(run: Run) -> dict[str, Any]:
@@ -121,19 +130,19 @@ def evaluation_body(run: Run, file: Path | None) -> dict[str, Any] | None:
     return found or None
 
 
-def find_problems(run: Run, record: ModelRecord) -> Iterator[str]:
+def find_problems(run: Run, record: ModelRecord, dataset: str | None = None) -> Iterator[str]:
     """Yield what of a record does not agree with the run and with the exports. If its chain is
-    broken, nothing else is compared."""
+    broken, nothing else is compared. dataset: where the data is now; None: where it was."""
     if record.problems:
         yield from record.problems
         return
     try:
-        yield from _body_problems(run, record)
+        yield from _body_problems(run, record, dataset)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield f"an entry is not what 'holdfast audit record' writes: {error!r}"
 
 
-def _body_problems(run: Run, record: ModelRecord) -> Iterator[str]:
+def _body_problems(run: Run, record: ModelRecord, dataset: str | None) -> Iterator[str]:
     data, training = record.last("data"), record.last("training")
     if data is None or training is None:
         missing = "data" if data is None else "training"
@@ -141,7 +150,7 @@ def _body_problems(run: Run, record: ModelRecord) -> Iterator[str]:
         return
     if data["dataset"] != run.dataset_version:
         yield f"dataset: the record has {data['dataset']}, and the run {run.dataset_version}"
-    for name in sorted(set(source_names(run)) - set(data["licences"])):
+    for name in sorted(set(source_names(run, dataset)) - set(data["licences"])):
         yield f"licence: source {name} has none in the record"
     yield from _training_problems(run, training)
     yield from find_evidence_problems(run.folder, record)

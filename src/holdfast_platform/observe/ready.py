@@ -44,6 +44,7 @@ from holdfast.report.ledger.incidents import describe_rung
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import JournalTail
 from holdfast.wire.store.run_location import store_of_run
+from holdfast_platform.observe.runs import CHECK_UP_MARK
 
 HOLDFAST = "holdfast.cli.main"
 LEAST_STEPS = 6
@@ -113,6 +114,7 @@ class Copy:
 
     def start(self) -> None:
         """Start or resume training. It does not outlive this process."""
+        (self.folder / CHECK_UP_MARK).touch()
         words = module_command(HOLDFAST, "train", self.loaded.name, "--yes", *self.overrides)
         with (self.folder / "train.log").open("ab") as log:
             self.process = subprocess.Popen(

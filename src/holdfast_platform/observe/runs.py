@@ -77,6 +77,8 @@ class RunEntry:
         return f"{self.usd:,.2f}{' +' if self.unpriced_hours else ''}"
 
 
+CHECK_UP_MARK = "check-up"
+"""A file next to the run folder of a check-up's copy, which is no run to list or to pay for."""
 _COLUMNS = tuple(f.name for f in fields(RunEntry))
 
 
@@ -145,13 +147,14 @@ def _is_there(place: str) -> bool:
 
 
 def runs_below(place: str) -> Iterator[str]:
-    """Yield the run folders in a place: itself, or those below it."""
+    """Yield the run folders in a place: itself, or those below it but the copies of check-ups."""
     if _is_there(place):
         yield place
         return
     for depth in range(1, _DEPTH + 1):
         for file in sorted(Path(place).glob("/".join(["*"] * depth + [RESOLVED_FILE]))):
-            yield str(file.parent)
+            if not (file.parent.parent / CHECK_UP_MARK).exists():
+                yield str(file.parent)
 
 
 class RunsRegistry:

@@ -16,7 +16,7 @@ from holdfast.config.sections.base import Section
 from holdfast.config.sections.evaluate import EvaluationTask
 from holdfast.errors import ConfigError, UserError
 from holdfast.evaluation.results import TaskResult
-from holdfast.evaluation.tasks import LOSS
+from holdfast.evaluation.tasks import LOSS, metric_of
 from holdfast_platform.registry.registry import Registry, State
 
 _CHUNK = 1 << 22  # drawn items at a time
@@ -116,6 +116,18 @@ def bootstrap(
     )
 
 
+def _refuse_other_limit(task: GateTask) -> None:
+    """Raises ConfigError for a floor of a loss, and for a ceiling of another score."""
+    metric = metric_of(task)
+    key, other = ("ceiling", task.floor) if metric == LOSS else ("floor", task.ceiling)
+    if other is not None:
+        raise ConfigError(
+            f"the score of {task.label} is {metric}, for which the limit is a {key}",
+            where=task.label,
+            remedy=f"write {key} in its place",
+        )
+
+
 class Gate:
     """Decides whether a version may be promoted."""
 
@@ -126,6 +138,8 @@ class Gate:
     def promote(self, text: str) -> dict[str, Any]:
         """Promote a version. Raises GateRefusedError with the first broken rule. If another one is
         promoted meanwhile, the version is compared with that."""
+        for task in self._rules.tasks:
+            _refuse_other_limit(task)
 
         def decide(state: State) -> dict[str, Any]:
             version, current = state.find(text), state.current
@@ -164,13 +178,6 @@ class Gate:
 
     def _check_limits(self, version: int, task: GateTask, result: TaskResult) -> None:
         key, limit = ("floor", task.floor) if result.higher_is_better else ("ceiling", task.ceiling)
-        other = task.ceiling if result.higher_is_better else task.floor
-        if other is not None:
-            raise ConfigError(
-                f"the score of {task.label} is {result.metric}, for which the limit is a {key}",
-                where=task.label,
-                remedy=f"write {key} in its place",
-            )
         sign = 1 if result.higher_is_better else -1
         if limit is not None and sign * result.score < sign * limit:
             self._refuse(

@@ -107,11 +107,20 @@ def test_a_registry_outside_of_the_regions_gets_no_byte(
     (copy / "resolved.json").write_text(json.dumps(resolved))
     monkeypatch.setenv("HOLDFAST_ZONE", "us-east-1a")
     here(capsys, "registry", "add", kept, copy).refuses("this machine lies in us-east-1a")
-    here(capsys, "checkpoint", "copy", copy, "--to", kept).refuses("lies in us-east-1a")
+    for command in (("checkpoint", "copy"), ("branch",), ("export",)):
+        here(capsys, *command, copy, "--to", kept).refuses("lies in us-east-1a")
     monkeypatch.setenv("HOLDFAST_ZONE", "eu-west-1a")
     for place in ("s3://bucket/models?region=us-east-1", "mlflow:models"):
         here(capsys, "registry", "add", place, copy).refuses("region")
     assert not kept.exists()
+    model = tmp_path / "model"
+    here(capsys, "export", copy, "--to", model).succeeds()
+    here(capsys, "registry", "add", place, model).refuses("region")
+    here(capsys, "registry", "add", kept, model).succeeds()
+    monkeypatch.setenv("HOLDFAST_ZONE", "us-east-1a")
+    fetched = tmp_path / "fetched"
+    here(capsys, "registry", "fetch", kept, "1", "--to", fetched).succeeds()
+    here(capsys, "registry", "add", tmp_path / "others", fetched).refuses("lies in us-east-1a")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +138,9 @@ def test_rules_that_are_broken_or_wrong(
     kept, gate = tmp_path / "models", tmp_path / "gate.yaml"
     gate.write_text(f"tasks: [{{path: {run.parent}/texts.jsonl, {rules}}}]\n")
     within("registry", "add", kept, run).succeeds()
-    here(capsys, "registry", "promote", kept, "1", "--gate", gate).refuses_last(said, code=code)
+    done = here(capsys, "registry", "promote", kept, "1", "--gate", gate)
+    done.refuses_last(said, code=code)
+    assert code == 3 or done.err.strip().count("\n") == 0, "nothing was evaluated"
     gate.write_text(f"max_bytes: 5\ntasks: [{{path: {run.parent}/texts.jsonl}}]\n")
     here(capsys, "registry", "promote", kept, "1", "--gate", gate).refuses_last(
         "max_bytes is 5", code=3

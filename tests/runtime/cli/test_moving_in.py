@@ -14,9 +14,9 @@ from holdfast.config.loading.load import load_config
 from holdfast.config.loading.yaml_tree import dump
 from holdfast.config.other_trainers import axolotl, llama_factory
 from holdfast.config.other_trainers.translation import Translation
-from tests.runtime.checkpoint.interop.test_foreign import FIXTURES, run_of
 from tests.support import foreign_trainers as theirs
 from tests.support.commands import within
+from tests.support.foreign_losses import FIXTURES, run_of
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "tiny",
@@ -132,6 +132,47 @@ def test_a_configuration_of_axolotl(tiny: Path, tmp_path: Path) -> None:
     fates = sorted_out(axolotl.translate(AXOLOTL))
     assert fates["model_type"] == fates["wandb_name"] == "harmless"
     assert fates["noisy_embeddings"] == "left out"
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({"max_steps": 1000}, 30),
+        ({"max_steps": 9000}, 100),
+        ({"max_steps": 60}, 2),
+        ({"max_steps": 10}, 0),
+        ({"max_steps": 1000, "warmup_steps": 0}, 0),
+        ({"max_steps": 1000, "warmup_ratio": 0.0}, 0),
+        ({"max_steps": 19, "warmup_ratio": 0.25}, 4),
+    ],
+)
+def test_the_warm_up_is_that_of_axolotl(keys: dict[str, Any], steps: int) -> None:
+    there = axolotl.translate({"base_model": "tiny", **keys})
+    assert there.values["train.schedule.warmup_steps"] == steps
+
+
+def test_a_warm_up_of_unknown_steps_is_told() -> None:
+    there = axolotl.translate({"base_model": "tiny", "num_epochs": 2})
+    assert any("3 % of the steps" in note for note in there.notes)
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "template", "left"),
+    [
+        (("alpaca", "completion"), "chatml", "alpaca", {"chat_template"}),
+        (("alpaca", "alpaca"), None, "alpaca", set()),
+        (("alpaca", "chat_template"), "llama3", "llama3", {"datasets.0.type"}),
+        (("sharegpt", "alpaca"), None, None, {"datasets.1.type"}),
+        (("completion",), None, None, set()),
+    ],
+)
+def test_a_template_of_one_source_is_not_that_of_all(
+    types: tuple[str, ...], named: str | None, template: str | None, left: set[str]
+) -> None:
+    rows = [{"path": f"one/{number}", "type": kind} for number, kind in enumerate(types)]
+    there = axolotl.translate({"base_model": "x", "datasets": rows, "chat_template": named})
+    assert there.values.get("data.chat.template") == template
+    assert set(there.left_out) == left
 
 
 def test_a_configuration_of_llama_factory(tiny: Path, tmp_path: Path) -> None:

@@ -131,6 +131,15 @@ def test_results_are_kept_once_and_a_late_one_costs_the_run_no_time(
     assert sum(getattr(r.event, "task", "") == "again" for r in records) == 1
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "a b c"}) + "\n")
+    for to in (tmp_path / "none" / "scores.json", tmp_path, path):
+        here(capsys, "evaluate", folders[1], "--tasks", path, "--to", to).refuses("--to")
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "said"),
     [

@@ -69,7 +69,9 @@ def iteration_folder(folder: Path) -> Path | None:
     """Return the folder of an iteration in a checkpoint of Megatron; None if it is none."""
     if (folder / LATEST).is_file():
         folder = folder / f"iter_{int((folder / LATEST).read_text('utf-8')):07}"
-    return folder if (folder / ABOUT).is_file() and (folder / COMMON).is_file() else None
+    about = folder / ABOUT
+    is_theirs = about.is_file() and b'"sharded_backend"' in about.read_bytes()
+    return folder if is_theirs else None
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -77,6 +79,12 @@ def read_common(folder: Path) -> dict[str, Any]:
     about = read_json_object(folder / ABOUT)
     if about.get("sharded_backend") != "torch_dist":
         raise _error(folder, f"sharded_backend is {about.get('sharded_backend')}, not torch_dist")
+    if not (folder / COMMON).is_file():
+        raise CheckpointError(
+            "this file of a Megatron checkpoint is missing, and it holds the iteration",
+            where=str(folder / COMMON),
+            remedy="copy it from the place where the checkpoint was written",
+        )
     common = load_tensors(folder / COMMON, ENUMS, NAMESPACES)
     if not isinstance(common, dict) or "iteration" not in common:
         raise _error(folder / COMMON, "it has no iteration")
@@ -88,7 +96,7 @@ def read_megatron(folder: Path, model: ModelConfig, *, weights_only: bool = Fals
     """Read a checkpoint of Megatron. model: the run's. Raises CheckpointError."""
     where = iteration_folder(folder)
     if where is None:
-        raise _error(folder, f"{ABOUT} or {COMMON} is missing")
+        raise _error(folder, f"{ABOUT} is missing, or names no sharded_backend")
     common, stored = read_common(where), DcpFolder.open(where)
     iteration, optimizer = int(common["iteration"]), common.get("optimizer") or {}
     views: dict[str, RowView] = {}

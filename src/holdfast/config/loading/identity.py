@@ -163,7 +163,8 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_later(key: str) -> bool:
     return key in LATER_KEYS or (
-        key.startswith("data.sources.") and key.endswith((".rows", ".at_end", ".passes"))
+        key.startswith("data.sources.")
+        and key.endswith((".rows", ".bad_rows", ".at_end", ".passes"))
     )
 
 

@@ -23,6 +23,7 @@ ROWS = {
     "pretrain": "text",
 }
 """Beginning of a dataset's type -> word of `rows`."""
+CHATS = ("instruction", "messages", "sharegpt")
 TEMPLATES = ("chatml", "llama3", "alpaca")
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto")
 HARMLESS = frozenset(
@@ -61,6 +62,7 @@ def translate(source: Mapping[str, Any]) -> Translation:
     if there.take("reinit_weights"):
         there.leave("reinit_weights", "model.from begins with the folder's weights")
     take_training(there, "lr_scheduler", "micro_batch_size", "cosine_min_lr_ratio", "cosine")
+    _take_warmup(there)
     if not {"bf16", "fp16"} & there.source.keys():
         there.values["train.precision"] = "bf16"
         there.notes.append("bf16: axolotl's default takes it if the device can; fp32 is exact")
@@ -82,6 +84,24 @@ def translate(source: Mapping[str, Any]) -> Translation:
     _take_data(there, objective)
     there.finish(HARMLESS, KNOWN)
     return there
+
+
+def _take_warmup(there: Translation) -> None:
+    """Write axolotl's own warm-up if the file names none: 3 % of the steps, at most 100, never 1.
+    A share of the steps is rounded down."""
+    if there.source.get("warmup_steps") is not None:
+        return
+    steps = there.values.get("train.steps")
+    if steps is None:
+        if there.source.get("warmup_ratio") is None:
+            there.notes.append(
+                "warmup_steps: axolotl's default is 3 % of the steps, at most 100; say the number "
+                "in train.schedule.warmup_steps"
+            )
+        return
+    share = there.number("warmup_ratio")
+    found = int(share * steps) if share is not None else min(int(0.03 * steps), 100)
+    there.values["train.schedule.warmup_steps"] = 2 if found == 1 else found
 
 
 def _take_places(there: Translation) -> None:
@@ -157,6 +177,16 @@ def _take_data(there: Translation, objective: str) -> None:
     if sources:
         there.values["data.sources"] = sources
     template = there.take("chat_template")
+    chats = [number for number, s in enumerate(sources) if s["rows"] in CHATS]
+    alpaca = [number for number in chats if sources[number]["rows"] == ROWS["alpaca"]]
+    if alpaca and alpaca == chats:  # these rows have a prompt of their own there
+        there.values["data.chat.template"] = "alpaca"
+        if template not in (None, "alpaca", "tokenizer_default"):
+            there.leave("chat_template", "rows of type alpaca have alpaca's template there")
+        template = None
+    for number in alpaca if alpaca != chats else ():
+        key = f"datasets.{number}.type"
+        there.left_out[key] = "alpaca's template; data.chat.template is one for all sources"
     if template in TEMPLATES:
         there.values["data.chat.template"] = template
     elif template not in (None, "tokenizer_default"):
@@ -180,8 +210,6 @@ def _source(
         source["rows"] = ROWS.get(begin, "text")
         if begin not in ROWS:
             left["type"] = f"{kind}: bring the rows into a form of data.sources.rows"
-        if begin == "alpaca":
-            there.values.setdefault("data.chat.template", "alpaca")
     else:
         source["rows"] = "unpaired_preference" if objective == "kto" else "preference"
         if kind not in ("chat_template", "chat_template.default"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from holdfast.data.filters.perplexity import perplexity_stage
 from holdfast.data.filters.personal_data import personal_data_stage
 from holdfast.data.filters.plain import length_stage, pattern_stage, remove_stage
 from holdfast.data.filters.user_function import function_stage
-from holdfast.data.filters.verdict import Stage
+from holdfast.data.filters.verdict import Stage, Verdict
 
 _MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
     "gopher": heuristic_stage,
@@ -71,21 +71,26 @@ class Chain:
     def judge(self, text: str) -> Outcome:
         """Apply the stages to a document, up to the first that leaves it out."""
         edits: list[tuple[int, str, int]] = []
-        source = text
-        for index, stage in self._stages:
-            if index in self._by_name:  # the list has hashes of documents as their source has them
-                if rule := stage(source).rule:
-                    return Outcome(text, index, rule)
-                continue
-            verdict = stage(text)
-            rule = verdict.rule
-            if not rule and verdict.edits and not verdict.text.strip():
-                rule = "nothing_left"
-            if rule:
-                return Outcome(text, index, rule, score=verdict.score)
+        for index, before, verdict in self.steps(text):
+            if verdict.rule:
+                return Outcome(before, index, verdict.rule, score=verdict.score)
             edits += [(index, what, count) for what, count in verdict.edits]
             text = verdict.text
         return Outcome(text, edits=tuple(edits))
+
+    def steps(self, text: str) -> Iterator[tuple[int, str, Verdict]]:
+        """Yield each stage that a document meets, the text before it, and the verdict."""
+        source = text
+        for index, stage in self._stages:
+            # The list of `remove` has hashes of documents as their source has them.
+            is_listed = index in self._by_name
+            verdict = Verdict(text, stage(source).rule) if is_listed else stage(text)
+            if not verdict.rule and verdict.edits and not verdict.text.strip():
+                verdict = Verdict(text, "nothing_left")
+            yield index, text, verdict
+            if verdict.rule:
+                return
+            text = verdict.text
 
     def edit(self, text: str) -> str:
         """Return a document that stays, as the stages change it."""

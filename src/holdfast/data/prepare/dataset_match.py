@@ -14,8 +14,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import yaml
 from xxhash import xxh3_128
 
+from holdfast.config.loading.fields import change_of
+from holdfast.config.sections.base import Change
 from holdfast.config.sections.data import DataConfig, SourceConfig
 from holdfast.core.data.special_tokens import KNOWN_ENDS
 from holdfast.data.filters.plain import hash_document
@@ -57,6 +60,7 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         "sources": [
             {"kind": s.kind, "name": n, "path": None, "field": s.field, "split": s.split}
             | ({"rows": s.rows} if s.is_chat else {})
+            | ({"skips_above": config.max_document_bytes} if s.bad_rows == "skip" else {})
             for s, n in zip(config.sources, names, strict=True)
         ],
         "tokenizer": tokenizer,
@@ -80,6 +84,34 @@ def source_places(config: DataConfig) -> dict[str, Any]:
     if any(functions := locate_functions(config)):
         found["functions"] = functions
     return found
+
+
+def describe_recipe(config: DataConfig) -> str:
+    """Return a run file that prepares the same dataset, with the places of all files. What this
+    machine decides, such as the number of processes, is not in it."""
+    free = {
+        name for name in type(config).model_fields if change_of(f"data.{name}") is Change.IN_PLACE
+    }
+    data = config.model_dump(mode="json", exclude_defaults=True, exclude=free)
+    data["sources"] = [
+        source.model_dump(mode="json", exclude_defaults=True)
+        | {"kind": source.kind}
+        | ({} if source.path is None else {"path": _real_place(source)})
+        for source in config.sources
+    ]
+    if config.tokenizer.place is not None:
+        data["tokenizer"]["path"] = os.path.realpath(config.tokenizer.place)
+    for entry, stage in zip(data.get("stages", ()), config.stages, strict=True):
+        if stage.function is not None:
+            file, name = stage.place
+            entry["function"] = f"{os.path.realpath(file)}:{name}"
+        for text, known in zip(entry.get("texts", ()), stage.texts, strict=True):
+            text |= {"path": os.path.realpath(known.place), "name": known.label}
+    values = {"data": {"folder": "rebuilt", **data}}
+    head = (
+        "# Prepares the same version elsewhere: holdfast data prepare THIS_FILE data.folder=NEW\n"
+    )
+    return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _real_place(source: SourceConfig) -> str | None:

@@ -36,6 +36,7 @@ from holdfast.data.prepare.dataset_match import (
     changed_sources,
     check_settings_match,
     content_settings,
+    describe_recipe,
     source_places,
 )
 from holdfast.data.prepare.remote_prepare import upload_dataset
@@ -61,6 +62,8 @@ from holdfast.data.stages.unit_files import read_result
 from holdfast.data.stages.unit_tasks import SPLITS, read_ends
 from holdfast.data.stream.dataset import (
     MANIFEST,
+    RECIPE,
+    REMOVED,
     SOURCES,
     Dataset,
     TokenStream,
@@ -70,6 +73,7 @@ from holdfast.data.stream.dataset import (
 )
 from holdfast.data.stream.dataset_location import RemoteDataset, is_address
 from holdfast.data.stream.shards import Shard, write_shards
+from holdfast.data.stream.verify import is_list_damaged
 from holdfast.errors import CorruptError, DataError
 from holdfast.machine.limits import usable_cores
 
@@ -97,10 +101,12 @@ def prepare_dataset(
     *,
     wait: bool = False,
     pool: MakePool = TaskPool,
+    mend: bool = False,
 ) -> Dataset:
     """Return the dataset of `config.folder`, and prepare it if it does not exist. `wait`: if
     another process prepares it already, wait, as the nodes of one run do that begin together.
-    `pool`: makes what does the tasks, from a number of processes.
+    `pool`: makes what does the tasks, from a number of processes. `mend`: if the list of what
+    stages left out is lost or damaged, it is made again from the sources.
 
     The result depends on the sources and the settings alone: not on the number of processes,
     not on interruptions. Raises DataError for unusable sources or an unusable tokenizer. Raises it
@@ -115,6 +121,11 @@ def prepare_dataset(
         if exists(folder):
             dataset = Dataset.open(folder)
             _check_match(dataset, wanted, config, say)
+            if mend and is_list_damaged(dataset):
+                _make_folder(folder / WORK_FOLDER)
+                with _locked_folder(folder, say):
+                    work = _Preparation(config, folder, wanted, say, progress or _no_progress, pool)
+                    work.list_again(dataset)
             # left by a kill after the manifest
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
             return dataset
@@ -209,6 +220,37 @@ class _Preparation:
     make_pool: MakePool
 
     def run(self) -> None:
+        with self._begin() as pool:
+            raw, found = self._scan(pool)
+            rows, choice = self._choose(found)
+            self._say_counts(choice)
+            known = self._tokenizer(rows, choice)
+            self._tokenise(pool, raw, choice, known)
+        tokenizer = self.folder / WORK_FOLDER / "tokenizer.json"
+        for line in self.chat.check(self.plans, self._path, tokenizer):
+            self.say(line)
+        self._join(found, rows, choice, known)
+
+    def list_again(self, dataset: Dataset) -> None:
+        """Write the list of what the stages left out of a dataset. Raises DataError if the sources
+        or the stages do not give it any more."""
+        with self._begin() as pool:
+            _, found = self._scan(pool)
+            _, choice = self._choose(found)
+        made = self.stages.write_removed(self.folder, self.plans, found, choice)
+        if made["stages"]["removed"] != dataset.manifest["stages"]["removed"]:
+            (self.folder / REMOVED).unlink()
+            raise DataError(
+                "the list of what data.stages left out cannot be made again: the sources or the "
+                "code of the stages have changed since",
+                where=str(self.folder / REMOVED),
+                remedy="train without it, or name another data.folder",
+            )
+        self.say(f"wrote {self.folder / REMOVED} again")
+
+    def _begin(self) -> Pool:
+        """Find the sources, keep the results of an earlier preparation that fit, and return what
+        does the tasks."""
         self.chat = ChatPreparation(self.config)
         self.stages = StagePreparation(self.config, self._path)
         if self.config.tokenizer.place is not None:
@@ -233,32 +275,25 @@ class _Preparation:
             (self.folder / WORK_FOLDER / stage).mkdir(exist_ok=True)
         write_atomic(path, [canonical_json(plan)])
         self.stages.open_files(self.folder / WORK_FOLDER / "tables", self.say)
-        with self.make_pool(self._processes()) as pool:
-            raw, found = self._scan(pool)
-            rows = self.stages.read(self.units, found)
-            names = [plan.name for plan in self.plans]
-            sources = [unit.source for unit in self.units]
-            try:
-                choice = choose_documents(
-                    rows,
-                    sources,
-                    names,
-                    self.config.validation_fraction,
-                    self.config.deduplicate,
-                    self.stages.removed(),
-                    self.stages.leave_out if self.stages else None,
-                )
-            except DataError:  # nothing is left of a source: the rules that did it are named first
-                for line in (line for plan in self.plans for line in self.stages.describe(plan)):
-                    self.say(line)
-                raise
-            self._say_counts(choice)
-            known = self._tokenizer(rows, choice)
-            self._tokenise(pool, raw, choice, known)
-        tokenizer = self.folder / WORK_FOLDER / "tokenizer.json"
-        for line in self.chat.check(self.plans, self._path, tokenizer):
-            self.say(line)
-        self._join(found, rows, choice, known)
+        return self.make_pool(self._processes())
+
+    def _choose(self, found: list[DocumentRows]) -> tuple[list[DocumentRows], DocumentChoice]:
+        """Return the rows of documents as the stages leave them, and those that stay."""
+        rows = self.stages.read(self.units, found)
+        try:
+            return rows, choose_documents(
+                rows,
+                [unit.source for unit in self.units],
+                [plan.name for plan in self.plans],
+                self.config.validation_fraction,
+                self.config.deduplicate,
+                self.stages.removed(),
+                self.stages.leave_out if self.stages else None,
+            )
+        except DataError:  # nothing is left of a source: the rules that did it are named first
+            for line in (line for plan in self.plans for line in self.stages.describe(plan)):
+                self.say(line)
+            raise
 
     def _path(self, stage: str, unit: Unit) -> Path:
         return self.folder / WORK_FOLDER / stage / f"{unit.index:08d}"
@@ -309,13 +344,33 @@ class _Preparation:
         return [raw for raw, _ in found], [rows for _, rows in found]
 
     def _refuse_bad_files(self) -> None:
-        """Raises DataError that names all files that cannot be read, of all sources."""
-        problems = [error for plan in self.plans for error in plan.refused]
+        """Raises DataError that names all files that cannot be read, of all sources. Bad rows of
+        sources that leave them out are counted."""
+        problems: list[DataError] = []
+        skipped: dict[str, list[DataError]] = {}
+        for plan, source in zip(self.plans, self.config.sources, strict=True):
+            if source.bad_rows == "skip":
+                skipped[plan.name] = list(plan.refused)
+            else:
+                problems += plan.refused
         for unit in self.units:
             path = self._path("scan", unit)
             if refused := read_refused(path):
+                if unit.skips_bad_rows:
+                    skipped[unit.name] += refused
+                    continue
                 problems += refused
                 path.unlink()  # what was wrong may be mended
+        lines = [str(error) for errors in skipped.values() for error in errors]
+        if skipped:
+            text = "".join(f"{line}\n" for line in lines)
+            write_atomic(self.folder / "skipped.txt", [text.encode()])
+        for name, errors in skipped.items():
+            if errors:
+                self.say(
+                    f"{name}: {len(errors):,} bad rows or files are left out (bad_rows: skip), "
+                    f"the first: {errors[0].where}: {errors[0].message}"
+                )
         if problems:
             raise join_errors(problems, self.folder / WORK_FOLDER / "refused.txt")
 
@@ -436,6 +491,7 @@ class _Preparation:
         write_atomic(self.folder / "tokenizer.json", [tokenizer], sync=True)
         places = with_paths_checksum(source_places(self.config))
         write_atomic(self.folder / SOURCES, [canonical_json(places)], sync=True)
+        write_atomic(self.folder / RECIPE, [describe_recipe(self.config).encode()], sync=True)
         around = 1 if known.begin_id is None else 2
         # Per split and source. around: tokens of a document that are no text.
         sizes: dict[str, list[SourceSize]] = {}
@@ -530,7 +586,7 @@ def _baselines(
     around = 1 if known.begin_id is None else 2
     per_byte = (count["tokens"] - around * count["documents"]) / max(count["bytes"], 1)
     return baselines(
-        (stream.read(0, MAX_TOKENS) for stream in train),
+        (tokens for stream in train for tokens in stream.read_shards()),
         validation.read(0, MAX_TOKENS),
         known.size,
         known.end_id,

@@ -37,12 +37,21 @@ def find_problems(folder: str | Path | Dataset) -> list[str]:
     problems = [problem for shard in dataset.shards() for problem in _shard_changes(dataset, shard)]
     if not problems:
         problems = [p for shard in dataset.shards() for p in _shard_inconsistencies(dataset, shard)]
-    removed = dataset.manifest.get("stages", {}).get("removed")
-    path = dataset.folder / REMOVED
-    if removed and dataset.cache is None and file_checksum_or_none(path) != removed["xxh3"]:
-        problems.append(f"{path}: its bytes are not what was written")
+    if is_list_damaged(dataset):
+        problems.append(
+            f"{dataset.folder / REMOVED}: its bytes are not what was written: run holdfast data "
+            "prepare, which writes it again"
+        )
     stored = sorted((dataset.folder / REFERENCES).glob("*"))
     return problems + [problem for folder in stored for problem in check_reference(folder)]
+
+
+def is_list_damaged(dataset: Dataset) -> bool:
+    """Return True if the list of what stages left out is lost, or is not what was written."""
+    removed = dataset.manifest.get("stages", {}).get("removed")
+    if not removed or dataset.cache is not None:
+        return False
+    return bool(file_checksum_or_none(dataset.folder / REMOVED) != removed["xxh3"])
 
 
 def check_dataset(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:

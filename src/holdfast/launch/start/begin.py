@@ -45,6 +45,7 @@ from holdfast.launch.start.data import RunData, prepare_run_data
 from holdfast.launch.start.facts import Facts, Screen, resolve
 from holdfast.launch.start.regions import refuse_other_regions
 from holdfast.options.registry import option_keys
+from holdfast.plan.hardware.cluster_file import HERE, read_cluster
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.location import check_location
 from holdfast.wire.store.run_location import store_of_run, where_of_run
@@ -79,6 +80,8 @@ def begin_run(start: Start) -> BegunRun:
     folder, fresh, say = start.folder, start.fresh, start.screen.say
     several = start.facts.several
     refuse_other_regions(start.loaded)
+    if (cluster := start.loaded.config.plan.cluster) not in ("", HERE):
+        read_cluster(cluster, where=start.loaded.where("plan.cluster"))  # before data is prepared
     check_location(start.loaded.config.checkpoint.bucket)
     seal_folder(folder, start.loaded.config, fresh=fresh)
     probe_run_store(folder)  # before anything is read or written in the run folder

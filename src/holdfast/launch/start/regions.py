@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.loading.paths import paths_of
@@ -14,6 +16,7 @@ from holdfast.launch.node.node_place import ZONE_VARIABLE, told_places
 from holdfast.wire.store.location import parse_location
 
 KEY, OWN_ZONE = "governance.regions", "checkpoint.machine.zone"
+REGIONS_FILE = "governance.json"  # in an exported folder
 
 
 def refuse_other_regions(loaded: LoadedConfig) -> None:
@@ -36,6 +39,24 @@ def refuse_copy_elsewhere(governance: GovernanceConfig, to: str, where: str) -> 
     refuse_visitor_elsewhere(governance, os.environ)
     for zone, remedy in _zone_of(to):
         _refuse(governance, zone, to.partition("?")[0], where, remedy)
+
+
+def note_regions(folder: Path, governance: GovernanceConfig) -> None:
+    """Write into the folder of a model where it may lie, so that a copy of it is checked too."""
+    if governance.regions:
+        (folder / REGIONS_FILE).write_text(json.dumps({"regions": governance.regions}) + "\n")
+
+
+def noted_regions(folder: Path) -> GovernanceConfig:
+    """Return where the folder of a model may lie. Raises ConfigError for a damaged note."""
+    path = folder / REGIONS_FILE
+    try:
+        note = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        return GovernanceConfig.model_validate(note)
+    except (OSError, ValueError):
+        raise ConfigError(
+            "this note of regions cannot be read", where=str(path), remedy="export the model again"
+        ) from None
 
 
 def refuse_region(governance: GovernanceConfig, region: str) -> None:

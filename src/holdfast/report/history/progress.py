@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from holdfast.events import (
     AttentionChosen,
     AttentionKernel,
+    BatchFed,
+    CheckpointCaptured,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSkipped,
@@ -16,6 +18,7 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     MajorityLacked,
+    MemoryUsed,
     Record,
     RoleExited,
     RoleMissing,
@@ -29,6 +32,8 @@ from holdfast.events import (
     ShardAwaited,
     SparesChanged,
     StepDone,
+    StepTraced,
+    WeightsDigest,
     WorkerHeld,
     WorkerLost,
     WorkerReady,
@@ -45,6 +50,8 @@ from holdfast.report.ledger.notices import notice_text
 from holdfast.report.ledger.rankledger import RankLedger
 from holdfast.report.ledger.timeledger import TimeLedger
 
+_UNSEEN = frozenset({BatchFed, StepTraced, MemoryUsed, WeightsDigest, CheckpointCaptured})
+"""What each rank writes in steps, and a live view does not show: nearly all of a long journal."""
 _MAX_CAUSE_CHARS = 200
 _MAX_CURVE_POINTS = 4096  # of the curve; beyond it every other one is dropped
 _PACE_WINDOW_STEPS = 64  # steps over which the pace is measured
@@ -123,6 +130,8 @@ class RunProgress:
         self.ranks.observe(record)
         elapsed = self.ledger.running
         ended = self.book.observe(record, self.ledger.wall)
+        if type(record.event) in _UNSEEN:
+            return []
         told = [] if ended is None else [ProgressLine(elapsed, _incident_cost(ended), "good")]
         if isinstance(record.event, StepDone):
             self._step(record.event, record.time)

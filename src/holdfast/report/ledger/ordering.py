@@ -15,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter, itemgetter
 
 from holdfast.events import GenerationStarted, Record, StepDone
+
+_PLACE = attrgetter("generation", "writer", "sequence")
 
 
 def order_records(records: Iterable[Record]) -> list[Record]:
@@ -26,14 +29,15 @@ def order_records(records: Iterable[Record]) -> list[Record]:
     limits = _generation_ends(everything)
     newest: dict[tuple[int, str], float] = {}
     placed: list[tuple[tuple[int, float, str, int], Record]] = []
-    for record in sorted(everything, key=lambda r: (r.generation, r.writer, r.sequence)):
+    for record in sorted(everything, key=_PLACE):
         segment = (record.generation, record.writer)
         time = newest[segment] = max(newest.get(segment, record.time), record.time)
         limit = limits.get(record.generation, time)
         if time > limit:
             time, record = limit, replace(record, time=limit)
         placed.append(((record.generation, time, record.writer, record.sequence), record))
-    return [record for _, record in sorted(placed, key=lambda pair: pair[0])]
+    placed.sort(key=itemgetter(0))
+    return [record for _, record in placed]
 
 
 def _generation_ends(records: Sequence[Record]) -> dict[int, float]:

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+FOLLOWER_NICENESS = 10
+"""Of a process that follows a run for people. It gives way to workers, and still answers."""
 _CLOSE_TIMEOUT_S = 2.0
 _BATCH = 100  # items of one call, at most
 

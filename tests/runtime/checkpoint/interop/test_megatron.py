@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,8 +23,8 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import whole_box
 from holdfast.errors import CheckpointError
-from tests.runtime.checkpoint.interop.test_foreign import FIXTURES, losses_after, run_of
 from tests.support import foreign_trainers as theirs
+from tests.support.foreign_losses import FIXTURES, continues_as, run_of
 from tests.support.memory_store import MemoryStore
 from tests.support.mover_process import read_box
 
@@ -45,16 +44,8 @@ def config() -> RunConfig:
 
 
 def test_the_next_twenty_losses_are_those_of_megatron(checkpoint: Path, config: RunConfig) -> None:
-    due = np.array(json.loads((MEGATRON / "losses.json").read_text())["losses"][theirs.SAVED :])
-    found = read_megatron(checkpoint, config.model)
-    assert found.differences == ()
-    here = np.array(losses_after(checkpoint, "megatron", found, theirs.SAVED))
-    assert len(here) == 20
-    assert np.abs(here - due).max() < 1e-6
-    bare = read_megatron(checkpoint, config.model, weights_only=True)
-    without = np.array(losses_after(checkpoint, "megatron", bare, 0, weights_only=True))
-    assert np.abs(without - due).max() > 1e-4
-    assert np.abs(without - due)[0] < 1e-6
+    assert read_megatron(checkpoint, config.model).differences == ()
+    continues_as("megatron", checkpoint, partial(read_megatron, model=config.model))
 
 
 def test_everything_in_the_folder_is_used_or_told(checkpoint: Path, config: RunConfig) -> None:
@@ -110,6 +101,12 @@ def test_fused_matrices_are_taken_apart(checkpoint: Path, config: RunConfig) -> 
 class Evil:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return os.system, ("touch pwned",)
+
+
+def test_a_folder_without_its_common_file_is_named(checkpoint: Path, config: RunConfig) -> None:
+    (checkpoint / "iter_0000010" / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match="is missing, and it holds the iteration"):
+        read_megatron(checkpoint, config.model)
 
 
 @pytest.mark.parametrize("place", ["common", "args"])

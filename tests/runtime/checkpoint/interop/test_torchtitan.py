@@ -3,15 +3,14 @@ continues it, and says what it holds. Values in it that are no plain ones stay u
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,8 +22,8 @@ from holdfast.checkpoint.interop.hf_trainer import ForeignState
 from holdfast.checkpoint.interop.torchtitan import group_names, read_dcp
 from holdfast.config.run import RunConfig
 from holdfast.errors import CheckpointError
-from tests.runtime.checkpoint.interop.test_foreign import FIXTURES, losses_after, run_of
 from tests.support import foreign_trainers as theirs
+from tests.support.foreign_losses import FIXTURES, continues_as, run_of
 from tests.support.memory_store import MemoryStore
 
 TITAN = FIXTURES / "torchtitan"
@@ -43,16 +42,8 @@ def read(folder: Path, config: RunConfig, **options: bool) -> ForeignState:
 
 def test_the_next_twenty_losses_are_those_of_torchtitan(checkpoint: Path) -> None:
     config = run_of("torchtitan")
-    due = np.array(json.loads((TITAN / "losses.json").read_text())["losses"][theirs.SAVED :])
-    found = read(checkpoint, config)
-    assert found.differences == ()
-    here = np.array(losses_after(checkpoint, "torchtitan", found, theirs.SAVED))
-    assert len(here) == 20
-    assert np.abs(here - due).max() < 1e-6
-    bare = read(checkpoint, config, weights_only=True)
-    without = np.array(losses_after(checkpoint, "torchtitan", bare, 0, weights_only=True))
-    assert np.abs(without - due).max() > 1e-4  # the moments and the step decide too
-    assert np.abs(without - due)[0] < 1e-6
+    assert read(checkpoint, config).differences == ()
+    continues_as("torchtitan", checkpoint, partial(read, config=config))
 
 
 def test_everything_in_the_folder_is_used_or_told(checkpoint: Path) -> None:
