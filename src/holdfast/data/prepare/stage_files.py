@@ -124,7 +124,7 @@ def _read_texts(entry: StageTexts, where: str, limit: int) -> Iterator[str]:
         for unit in plan.units:
             yield from read_unit(unit, limit, xxh3_128())
     except DataError as error:
-        place = (error.where or "").removeprefix(f"source '{entry.label}': ")
+        place = (error.where or "").removeprefix(f"source {entry.label!r}: ")
         place = place.replace("data.sources[0]", where)
         place = place if place.startswith(where) else f"{where}: {place}"
         remedy = (error.remedy or "").replace("data.sources", where)
