@@ -21,6 +21,7 @@ from holdfast.data.stream.croissant import describe_croissant
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.document_reads import DocumentPlace, find_reads
+from holdfast.data.stream.lineage_events import dataset_event, run_events
 from holdfast.data.stream.versions import (
     causes_in,
     compare_documents,
@@ -32,7 +33,7 @@ from holdfast.data.stream.versions import (
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.runs import open_run
 from holdfast.report.formatting import format_count
-from holdfast.show.output import print_json, print_table, write_text
+from holdfast.show.output import print_json, print_line, print_table, write_text
 from holdfast.wire.journal import read_journal
 
 NAMED_DOCUMENTS = 20
@@ -347,3 +348,37 @@ def croissant(
     named = name or found.place.rstrip("/").rpartition("/")[2]
     text = dumps(describe_croissant(found, named, license, url), indent=2) + "\n"
     write_text(to or found.folder / "croissant.json", text)
+
+
+def lineage(
+    dataset: DatasetArgument,
+    run: Annotated[
+        list[Path] | None,
+        typer.Option(help="a run on this version; may be repeated", parser=run_path),
+    ] = None,
+) -> None:
+    """Print the lineage of a dataset as events of OpenLineage.
+
+    One JSON object a line: the preparation, and of each run its start and its checkpoints.
+
+    \b
+    Example:
+      holdfast data lineage datasets/web --run runs/first
+    """
+    found = _open(dataset)
+    events = [dataset_event(found)]
+    for path in run or ():
+        opened = open_run(path)
+        version = "none"
+        if not (opened.is_simulated or opened.config.has_own_data):
+            version = open_dataset(opened.dataset_location, opened.config.data).version
+        if version != found.version:
+            raise DataError(
+                f"the run trained on another version ({version})",
+                where=opened.place,
+                remedy=f"name a run on {found.version}",
+            )
+        run_id = str(opened.resolved.get("run_id", opened.place))
+        events += run_events(found, run_id, opened.place, read_journal(opened.store))
+    for event in events:
+        print_line(event)
