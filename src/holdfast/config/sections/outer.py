@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Never, Section
+from holdfast.errors import ConfigError
 
 
 class OuterOptimizerConfig(Section):
@@ -74,6 +75,16 @@ class OuterConfig(Section):
     def is_on(self) -> bool:
         """Return True if the run has learners."""
         return self.learners > 0
+
+    def refuse_one_state(self, what: str, where: str, remedy: str) -> None:
+        """Raises ConfigError for a run with learners. what: it holds the state of one optimizer."""
+        if self.is_on:
+            raise ConfigError(
+                f"{what} holds one optimizer's state, and outer.learners {self.learners} have one "
+                "each",
+                where=where,
+                remedy=remedy,
+            )
 
     def notices(self, has_snapshots: bool) -> Iterator[str]:
         """Yield the lines that a run prints when it starts. has_snapshots: each round is kept in
