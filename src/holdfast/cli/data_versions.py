@@ -1,10 +1,11 @@
-"""`holdfast data show | list | versions | diff`: what stages do, and the versions of a dataset."""
+"""`holdfast data show | list | versions | diff | croissant`: stages and versions of a dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +17,11 @@ from holdfast.config.loading.load import load_config
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.prepare.stage_samples import SourceSample, StageSample, sample_sources
 from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.croissant import describe_croissant
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.document_reads import DocumentPlace, find_reads
+from holdfast.data.stream.lineage_events import dataset_event, run_events
 from holdfast.data.stream.versions import (
     causes_in,
     compare_documents,
@@ -30,7 +33,7 @@ from holdfast.data.stream.versions import (
 from holdfast.errors import ConfigError, DataError
 from holdfast.launch.run.runs import open_run
 from holdfast.report.formatting import format_count
-from holdfast.show.output import print_json, print_table
+from holdfast.show.output import print_json, print_line, print_table, write_text
 from holdfast.wire.journal import read_journal
 
 NAMED_DOCUMENTS = 20
@@ -318,3 +321,64 @@ def _touched(run: Path, names: set[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 def _open(location: str) -> Dataset:
     return open_dataset(location, DataConfig(), ask=True)
+
+
+def croissant(
+    dataset: DatasetArgument,
+    to: Annotated[Path | None, typer.Option(help="file; none: croissant.json next to it")] = None,
+    name: Annotated[str, typer.Option(help="none: that of its folder")] = "",
+    license: Annotated[str, typer.Option(help="SPDX name or address of its licence")] = "",
+    url: Annotated[str, typer.Option(help="where the dataset is published")] = "",
+) -> None:
+    """Describe a dataset in Croissant 1.0.
+
+    Each of its files is read for its sha256. The file is no part of the version.
+
+    \b
+    Example:
+      holdfast data croissant datasets/web --license CC-BY-4.0 --url https://example.com/web
+    """
+    found = _open(dataset)
+    if to is None and found.cache is not None:
+        raise ConfigError(
+            "a dataset with an address has no folder for the file",
+            where="--to",
+            remedy="name a file: --to croissant.json",
+        )
+    named = name or found.place.rstrip("/").rpartition("/")[2]
+    text = dumps(describe_croissant(found, named, license, url), indent=2) + "\n"
+    write_text(to or found.folder / "croissant.json", text)
+
+
+def lineage(
+    dataset: DatasetArgument,
+    run: Annotated[
+        list[Path] | None,
+        typer.Option(help="a run on this version; may be repeated", parser=run_path),
+    ] = None,
+) -> None:
+    """Print the lineage of a dataset as events of OpenLineage.
+
+    One JSON object a line: the preparation, and of each run its start and its checkpoints.
+
+    \b
+    Example:
+      holdfast data lineage datasets/web --run runs/first
+    """
+    found = _open(dataset)
+    events = [dataset_event(found)]
+    for path in run or ():
+        opened = open_run(path)
+        version = "none"
+        if not (opened.is_simulated or opened.config.has_own_data):
+            version = open_dataset(opened.dataset_location, opened.config.data).version
+        if version != found.version:
+            raise DataError(
+                f"the run trained on another version ({version})",
+                where=opened.place,
+                remedy=f"name a run on {found.version}",
+            )
+        run_id = str(opened.resolved.get("run_id", opened.place))
+        events += run_events(found, run_id, opened.place, read_journal(opened.store))
+    for event in events:
+        print_line(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -186,3 +187,39 @@ def test_places_without_a_dataset_are_refused(tmp_path: Path) -> None:
     within("data", "list", tmp_path).refuses("no dataset")
     for command in (("versions", tmp_path), ("diff", tmp_path, tmp_path)):
         within("data", *command).refuses("no prepared dataset")
+
+
+def test_a_croissant_file_names_each_file_and_the_stages(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path / "run.yaml", full_corpus(tmp_path / "in"), tmp_path / "set")
+    arguments = ("data", "croissant", dataset.folder, "--license", "CC-BY-4.0")
+    within(*arguments).succeeds()
+    found = json.loads((dataset.folder / "croissant.json").read_text())
+    assert found["version"] == dataset.version
+    assert found["license"] == "CC-BY-4.0"
+    assert len(found["rai:dataPreprocessingProtocol"]) == 5
+    files = {entry["contentUrl"]: entry for entry in found["distribution"]}
+    for name, entry in files.items():
+        content = (dataset.folder / name).read_bytes()
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+    assert {file.path for file in dataset.files()} < files.keys()
+    columns = {field["source"]["extract"]["column"] for field in found["recordSet"][0]["field"]}
+    assert all(columns <= line.keys() for line in removed(dataset))
+    assert Dataset.open(dataset.folder).version == dataset.version  # it is no part of it
+
+
+def test_lineage_goes_from_the_sources_to_the_checkpoints(trained: Trained, tmp_path: Path) -> None:
+    run = open_run(trained.folder)
+    place = run.dataset_location
+    done = within("data", "lineage", place, "--run", trained.folder).succeeds()
+    events = [json.loads(line) for line in done.out.splitlines()]
+    kinds = [(event["job"]["name"], event["eventType"]) for event in events]
+    assert kinds[:2] == [("data prepare", "COMPLETE"), ("train", "START")]
+    assert set(kinds[2:]) == {("train", "RUNNING")}
+    made = events[0]["outputs"][0]
+    assert made["facets"]["version"]["datasetVersion"] == Dataset.open(place).version
+    assert all(event["inputs"] == [made] for event in events[1:])
+    for event in events[2:]:
+        assert Path(event["outputs"][0]["name"]).exists()
+    assert len({event["run"]["runId"] for event in events}) == 2
+    other = prepared(tmp_path / "run.yaml", full_corpus(tmp_path / "in"), tmp_path / "set")
+    within("data", "lineage", other.folder, "--run", trained.folder).refuses("another version")

@@ -194,7 +194,7 @@ def test_what_may_change_in_place_is_no_part_of_the_identity_and_all_else_is() -
         "rollout.rewards.*.",
         "rollout.prompts.*.",
     )  # of later keys that are lists
-    later = {f"data.sources.*.{name}" for name in ("rows", "at_end", "passes")}
+    later = {f"data.sources.*.{name}" for name in ("rows", "bad_rows", "at_end", "passes")}
     assert {key for key in missing if not key.startswith(parts)} == later
     assert SCHEDULE_STEPS in decisive
 

@@ -19,7 +19,7 @@ from holdfast.core.sharding.reduction_tree import deal
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.coverage import describe_use
 from holdfast.data.stream.dataset import Dataset
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from tests.support.chat import conversation, tokenizer_folder, write_rows
 from tests.support.commands import apart, start, within, write_run_file
 from tests.support.corpus import batches, data_config, make, text_folder, train_config
@@ -116,7 +116,7 @@ def test_a_source_that_ends(tmp_path: Path, then: str) -> None:
     else:
         # The very next sample would be one that is not there.
         assert made.order.stopped_by == code
-        with pytest.raises(IndexError, match="end at position"):
+        with pytest.raises(DataError, match="end at sample"):
             made.order.places(0, last + 1)
 
 

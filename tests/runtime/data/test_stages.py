@@ -309,20 +309,38 @@ prepare_dataset(
 """
 
 
+def stages_with_files(folder: Path) -> list[dict[str, Any]]:
+    """Stages that read files: a function that changes texts, evaluation texts, and a model."""
+    (folder / "own.py").write_text(
+        "def tidy(text):\n    return 'bridge' in text and text.replace('river', 'brook')\n"
+    )
+    (folder / "quiz.txt").write_text(page(7))
+    (folder / "good.txt").write_text(" ".join(page(seed) for seed in range(30)))
+    return [
+        {"kind": "function", "function": f"{folder}/own.py:tidy"},
+        {"kind": "contamination", "texts": [{"path": f"{folder}/quiz.txt"}], "ngram_words": 8},
+        {"kind": "perplexity", "texts": [{"path": f"{folder}/good.txt"}], "max_perplexity": 200},
+    ]
+
+
 @pytest.mark.parametrize(
     "kills", [5, pytest.param(int(os.environ.get("HOLDFAST_KILLS", "300")), marks=pytest.mark.slow)]
 )
 def test_kills_and_other_numbers_of_workers_change_no_byte(tmp_path: Path, kills: int) -> None:
     """Random SIGKILLs of the preparation, or of one of its processes, 1 to 5 processes in turn."""
     sources = corpus(tmp_path / "in", 150)
-    expected = tree(make(data_config(tmp_path / "one", *sources, **SETTINGS)).folder)
+    stages = [*STAGES[:-1], *stages_with_files(tmp_path), STAGES[-1]]
+    settings: dict[str, Any] = SETTINGS | {"stages": stages}
+    dataset = make(data_config(tmp_path / "one", *sources, **settings))
+    assert len({entry["kind"] for entry in removed(dataset)}) >= 6
+    expected = tree(dataset.folder)
     rng = random.Random(kills)
     done = number = 0
     while done < kills:
         number += 1
         out = tmp_path / f"out{number}"
         while True:
-            config = data_config(out, *sources, **SETTINGS, processes=rng.randint(1, 5))
+            config = data_config(out, *sources, **settings, processes=rng.randint(1, 5))
             if not _killed(config, rng.randint(1, 40), is_worker=rng.random() < 0.3):
                 break
             done += 1

@@ -67,7 +67,7 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
-        "outer": ("average", "every_steps", "learners"),
+        "outer": ("average", "every_steps", "faulty", "learners"),
         "outer.codec": ("error_feedback", "name", "share"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "rollout": (
@@ -163,7 +163,8 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_later(key: str) -> bool:
     return key in LATER_KEYS or (
-        key.startswith("data.sources.") and key.endswith((".rows", ".at_end", ".passes"))
+        key.startswith("data.sources.")
+        and key.endswith((".rows", ".bad_rows", ".at_end", ".passes"))
     )
 
 

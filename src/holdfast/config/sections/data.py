@@ -17,15 +17,29 @@ PREFERENCE_ROWS = ("preference", "unpaired_preference")
 class SourceConfig(Section):
     """One source of documents. `path` may be a file, a folder or a glob."""
 
-    kind: Literal["python-stdlib", "text", "jsonl", "csv", "parquet", "huggingface"] = (
-        "python-stdlib"
-    )
+    kind: Literal[
+        "python-stdlib",
+        "text",
+        "jsonl",
+        "csv",
+        "parquet",
+        "arrow",
+        "huggingface",
+        "webdataset",
+        "tfrecord",
+        "mds",
+        "warc",
+        "lance",
+    ] = "python-stdlib"
     """python-stdlib: this Python's own library, without its tests; the other kinds:
     docs/guide/data.md"""
     name: str | None = Field(None, description="name in the mixture; the kind if left out")
     path: str | None = None
     """file, folder or glob; huggingface: folder or dataset's name"""
     field: str = Field("text", description="field of JSON, or column, that holds the text")
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """skip: a row or file that cannot be read is left out, counted, and named in skipped.txt
+    of the dataset's folder"""
     rows: Literal[
         "text", "messages", "sharegpt", "instruction", "prompt", "preference", "unpaired_preference"
     ] = "text"

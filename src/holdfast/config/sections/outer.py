@@ -10,6 +10,17 @@ from pydantic import Field
 from holdfast.config.sections.base import Never, Section
 from holdfast.errors import ConfigError
 
+Average = Literal[
+    "mean",
+    "token_weighted",
+    "median",
+    "trimmed_mean",
+    "geometric_median",
+    "krum",
+    "multi_krum",
+    "centred_clipping",
+]
+
 
 class OuterOptimizerConfig(Section):
     """What applies the average of a round to the weights."""
@@ -67,8 +78,11 @@ class OuterConfig(Section):
     every_steps: Never[int] = Field(30, ge=1, le=10**6)
     """inner steps of a learner in a round"""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
-    average: Never[Literal["mean", "token_weighted"]] = "mean"
-    """of the learners' changes: each counts once, or by the tokens of its round"""
+    average: Never[Average] = "mean"
+    """of the learners' changes. mean: each counts once; token_weighted: by the tokens of its round.
+    The rest bound what a minority of wrong changes can do; each worker then gets all changes"""
+    faulty: Never[int] = Field(1, ge=0)
+    """trimmed_mean, krum, multi_krum: learners that may be wrong"""
     codec: OuterCodecConfig = OuterCodecConfig()
 
     @property
@@ -84,6 +98,28 @@ class OuterConfig(Section):
                 "each",
                 where=where,
                 remedy=remedy,
+            )
+
+    @property
+    def is_robust(self) -> bool:
+        """Return True if `average` is a rule that wrong changes do not move far."""
+        return self.average not in ("mean", "token_weighted")
+
+    @property
+    def counts_faulty(self) -> bool:
+        """Return True if `average` takes a number of wrong changes."""
+        return self.average in ("trimmed_mean", "krum", "multi_krum")
+
+    @property
+    def sends_all(self) -> bool:
+        """Return True if each worker gets the change of each learner, and not only their sum."""
+        return self.is_on and (self.codec.is_on or self.is_robust)
+
+    def broken_rules(self) -> Iterator[str]:
+        if self.is_on and self.is_robust and 2 * self.faulty >= self.learners:
+            yield (
+                f"faulty {self.faulty} of learners {self.learners} are no minority: use faulty "
+                f"{(self.learners - 1) // 2}"
             )
 
     def notices(self, has_snapshots: bool) -> Iterator[str]:

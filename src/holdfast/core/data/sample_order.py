@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.data.permutation import Permutation
 from holdfast.core.seeds import key_seed
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 
 MAX_MIXTURE_BLOCK = 10_000
 MAX_EXACT_BLOCK = 100_000
@@ -356,10 +356,14 @@ class SampleOrder:
     def places(
         self, start: int, stop: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Sources, epochs and samples [n] of the positions [start, stop). Raises IndexError for a
+        """Sources, epochs and samples [n] of the positions [start, stop). Raises DataError for a
         position that the sources' ends leave no sample for."""
         if stop > self.length:
-            raise IndexError(f"the sources end at position {self.length:,}, before {stop:,}")
+            raise DataError(
+                f"the sources end at sample {self.length:,} of the run, before sample {stop:,}",
+                where="data.sources",
+                remedy="ask for an earlier step, or use at_end: repeat",
+            )
         empty = np.empty(0, dtype=np.int64)
         pieces = list(self._assign(start, stop)) or [(empty, empty)]
         source, ordinal = (np.concatenate(each) for each in zip(*pieces, strict=True))

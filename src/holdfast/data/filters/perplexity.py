@@ -21,42 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.data.filters.key_counts import KeyCounts
 from holdfast.data.filters.verdict import Stage, Verdict
-from holdfast.data.filters.word_grams import (
-    Hashes,
-    Table,
-    find_in,
-    gram_hashes,
-    read_table,
-    word_hashes,
-)
+from holdfast.data.filters.word_grams import Table, find_in, gram_hashes, read_table, word_hashes
 
 STEPS_OF_BIT = 4096
-_MERGED = 1 << 20  # n-grams that are collected before they are counted
-
-Counts = NDArray[np.int64]
-
-
-class GramCounts:
-    """Counts of different hashes, of which many come: keys [n] sorted, counts [n]."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Hashes, Counts]] = []
-        self._pending = 0
-
-    def add(self, hashes: Hashes) -> None:
-        self._parts.append((hashes, np.ones(len(hashes), dtype=np.int64)))
-        self._pending += len(hashes)
-        if self._pending >= max(_MERGED, len(self._parts[0][0])):
-            self.result()
-
-    def result(self) -> tuple[Hashes, Counts]:
-        keys = np.concatenate([np.zeros(0, np.uint64), *(part[0] for part in self._parts)])
-        counts = np.concatenate([np.zeros(0, np.int64), *(part[1] for part in self._parts)])
-        found, inverse = np.unique(keys, return_inverse=True)
-        sums = np.bincount(inverse, counts, len(found)).astype(np.int64)
-        self._parts, self._pending = [(found, sums)], 0
-        return found, sums
+_MERGED = 1 << 20  # n-grams that are collected before they are joined
 
 
 def train_model(texts: Iterable[str], order: int) -> Table:
@@ -65,7 +35,7 @@ def train_model(texts: Iterable[str], order: int) -> Table:
     `keys` are sorted hashes. `logs` has -log2 of the probability of each, and `backs` -log2 of its
     weight as a history. `unknown` has -log2 of the probability of a word that was not seen: [1].
     """
-    counters = [GramCounts() for _ in range(order)]
+    counters = [KeyCounts(_MERGED) for _ in range(order)]
     links: list[list[NDArray[np.uint64]]] = [[] for _ in range(order)]
     for text in texts:
         words = word_hashes(text)

@@ -11,7 +11,7 @@ Training's validation uses the same targets and the same formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import log
 from typing import Any
 
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_TOKENS = 1 << 24  # training tokens counted; beyond that the figures hardly move
+_PIECE = 1 << 17  # tokens that are counted or priced at a time
+_PASS = 1 << 20  # pairs that are held at a time, about
 
 
 def bits_per_byte(nats_per_token: float, tokens_per_byte: float) -> float:
@@ -37,30 +39,79 @@ class TokenCounts:
     def __init__(self, train: Iterable[NDArray[Any]], vocab_size: int, end: int):
         """Count streams [tokens], one per source, MAX_TOKENS in all."""
         self._vocab, self._end = vocab_size, end
-        codes, self.tokens = [], 0
+        self._train: list[NDArray[Any]] = []
+        self.tokens = 0
         for stream in train:
-            tokens = np.asarray(stream[: MAX_TOKENS - self.tokens], dtype=np.int64)
-            self.tokens += len(tokens)
-            inside = tokens[:-1] != end  # no pair crosses the end of a document
-            codes.append(tokens[:-1][inside] * vocab_size + tokens[1:][inside])
-        self._pairs, self._counts = np.unique(np.concatenate(codes), return_counts=True)
-        first, second = self._pairs // vocab_size, self._pairs % vocab_size
+            self._train.append(stream[: MAX_TOKENS - self.tokens])
+            self.tokens += len(self._train[-1])
         unigram = np.ones(vocab_size)
-        np.add.at(unigram, second, self._counts)
+        self._seen = np.zeros(vocab_size)
+        for first, second in self._pairs():
+            unigram += np.bincount(second, minlength=vocab_size)
+            self._seen += np.bincount(first, minlength=vocab_size)
         self._unigram = unigram / unigram.sum()
-        self._seen = np.bincount(first, self._counts, vocab_size)
-        self._distinct = np.bincount(first, minlength=vocab_size).astype(np.float64)
 
-    def mean_nats(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[float, float]:
+    def _pairs(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield neighbours, piece by piece. No pair crosses the end of a document."""
+        for stream in self._train:
+            for start in range(0, len(stream) - 1, _PIECE):
+                tokens = np.asarray(stream[start : start + _PIECE + 1], dtype=np.int64)
+                inside = tokens[:-1] != self._end
+                yield tokens[:-1][inside], tokens[1:][inside]
+
+    def _count_pairs(
+        self, before: NDArray[Any], after: NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Return the distinct followers of each token, [V], and how often each target followed the
+        token before it, [n]. A pass takes a part of the tokens, so memory does not grow."""
+        distinct = np.zeros(self._vocab, dtype=np.int64)
+        both = np.zeros(len(before), dtype=np.uint32)
+        passes = max(1, -(-self.tokens // _PASS))
+        for turn in range(passes):
+            codes = [np.zeros(0, dtype=np.int64)]
+            for first, second in self._pairs():
+                mine = first % passes == turn
+                codes.append(first[mine] * self._vocab + second[mine])
+            pairs, counts = np.unique(np.concatenate(codes), return_counts=True)
+            distinct += np.bincount(pairs // self._vocab, minlength=self._vocab)
+            for start in range(0, len(before) if len(pairs) else 0, _PIECE):
+                part = slice(start, start + _PIECE)
+                wanted = before[part].astype(np.int64) * self._vocab + after[part]
+                at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+                both[part] += np.where(pairs[at] == wanted, counts[at], 0).astype(np.uint32)
+        return distinct, both
+
+    def mean_nats(self, before: NDArray[Any], after: NDArray[Any]) -> tuple[float, float]:
         """Mean loss of targets `after` [n], each following `before` [n]: (unigram, bigram)."""
-        wanted = before * self._vocab + after
-        at = np.minimum(np.searchsorted(self._pairs, wanted), len(self._pairs) - 1)
-        both = np.where(self._pairs[at] == wanted, self._counts[at], 0)
+        followers, both = self._count_pairs(before, after)
+
+        def sums(start: int, count: int) -> NDArray[np.float64]:
+            """Return both sums over a range. The sum of two halves is cut as numpy cuts it, so the
+            result has the bits of a sum over all."""
+            if count <= _PIECE:
+                part = slice(start, start + count)
+                losses = self._nats(before[part], after[part], both[part], followers)
+                return np.array([loss.sum() for loss in losses])
+            half = count // 2
+            half -= half % 8
+            return sums(start, half) + sums(start + half, count - half)
+
+        unigram, bigram = sums(0, len(before)) / len(before)
+        return float(unigram), float(bigram)
+
+    def _nats(
+        self,
+        before: NDArray[Any],
+        after: NDArray[Any],
+        both: NDArray[np.uint32],
+        followers: NDArray[np.int64],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the loss of each target, by unigrams and by bigrams."""
         single = self._unigram[after]
-        seen, distinct = self._seen[before], self._distinct[before]
+        seen, distinct = self._seen[before], followers[before].astype(np.float64)
         mixed = (both + distinct * single) / np.where(seen > 0, seen + distinct, 1.0)
         double = np.where(seen > 0, mixed, single)
-        return float(-np.log(single).mean()), float(-np.log(double).mean())
+        return -np.log(single), -np.log(double)
 
 
 def baselines(
@@ -72,7 +123,7 @@ def baselines(
 ) -> dict[str, Any]:
     """Unigram and bigram bits per byte on a validation stream [tokens]; `train`: as Counts."""
     counts = TokenCounts(train, vocab_size, end)
-    tokens = np.asarray(validation, dtype=np.int64)
+    tokens = validation
     inside = tokens[:-1] != end
     unigram, bigram = counts.mean_nats(tokens[:-1][inside], tokens[1:][inside])
     return {

@@ -60,6 +60,7 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         "sources": [
             {"kind": s.kind, "name": n, "path": None, "field": s.field, "split": s.split}
             | ({"rows": s.rows} if s.is_chat else {})
+            | ({"skips_above": config.max_document_bytes} if s.bad_rows == "skip" else {})
             for s, n in zip(config.sources, names, strict=True)
         ],
         "tokenizer": tokenizer,

@@ -344,13 +344,33 @@ class _Preparation:
         return [raw for raw, _ in found], [rows for _, rows in found]
 
     def _refuse_bad_files(self) -> None:
-        """Raises DataError that names all files that cannot be read, of all sources."""
-        problems = [error for plan in self.plans for error in plan.refused]
+        """Raises DataError that names all files that cannot be read, of all sources. Bad rows of
+        sources that leave them out are counted."""
+        problems: list[DataError] = []
+        skipped: dict[str, list[DataError]] = {}
+        for plan, source in zip(self.plans, self.config.sources, strict=True):
+            if source.bad_rows == "skip":
+                skipped[plan.name] = list(plan.refused)
+            else:
+                problems += plan.refused
         for unit in self.units:
             path = self._path("scan", unit)
             if refused := read_refused(path):
+                if unit.skips_bad_rows:
+                    skipped[unit.name] += refused
+                    continue
                 problems += refused
                 path.unlink()  # what was wrong may be mended
+        lines = [str(error) for errors in skipped.values() for error in errors]
+        if skipped:
+            text = "".join(f"{line}\n" for line in lines)
+            write_atomic(self.folder / "skipped.txt", [text.encode()])
+        for name, errors in skipped.items():
+            if errors:
+                self.say(
+                    f"{name}: {len(errors):,} bad rows or files are left out (bad_rows: skip), "
+                    f"the first: {errors[0].where}: {errors[0].message}"
+                )
         if problems:
             raise join_errors(problems, self.folder / WORK_FOLDER / "refused.txt")
 
@@ -566,7 +586,7 @@ def _baselines(
     around = 1 if known.begin_id is None else 2
     per_byte = (count["tokens"] - around * count["documents"]) / max(count["bytes"], 1)
     return baselines(
-        (stream.read(0, MAX_TOKENS) for stream in train),
+        (tokens for stream in train for tokens in stream.read_shards()),
         validation.read(0, MAX_TOKENS),
         known.size,
         known.end_id,

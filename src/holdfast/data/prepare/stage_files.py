@@ -124,7 +124,9 @@ def _read_texts(entry: StageTexts, where: str, limit: int) -> Iterator[str]:
         for unit in plan.units:
             yield from read_unit(unit, limit, xxh3_128())
     except DataError as error:
-        place = (error.where or "").replace("data.sources[0]", where)
+        place = error.where or ""
+        own = "data.sources[0]"
+        place = place.replace(own, where) if own in place else f"{where}: {place}"
         raise DataError(error.message, where=place, remedy=error.remedy) from None
 
 

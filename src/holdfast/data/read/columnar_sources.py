@@ -14,7 +14,13 @@ from xxhash import xxh3_128
 from holdfast.config.huggingface.folder import is_pointer
 from holdfast.data.read.containers import empty_error, pointer_error, read_head
 from holdfast.data.read.source_files import FoundFiles, walk
-from holdfast.data.read.text_sources import TakeDocument, clean_text, nearest_column, too_long_error
+from holdfast.data.read.text_sources import (
+    LeaveRow,
+    TakeDocument,
+    clean_text,
+    nearest_column,
+    too_long_error,
+)
 from holdfast.errors import DataError
 
 BATCH_ROWS = 256
@@ -66,7 +72,7 @@ def _open_parquet(path: str) -> Any:
         ) from None
     _refuse_head(path, "Parquet")
     try:
-        return ParquetFile(path)
+        return ParquetFile(path, page_checksum_verification=True)
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(
             f"not a Parquet file ({_reason(error)})",
@@ -301,20 +307,35 @@ def _huggingface_rows(
 
 # --- rows -----------------------------------------------------------------------------------
 def read_rows(
-    kind: str, path: str, start: int, stop: int, column: str, split: str, limit: int, seen: xxh3_128
+    kind: str,
+    path: str,
+    start: int,
+    stop: int,
+    column: str,
+    split: str,
+    limit: int,
+    seen: xxh3_128,
+    leave: LeaveRow,
 ) -> Iterator[str]:
     """Documents of row groups (Parquet), of a file (Arrow) or of rows (Hugging Face)."""
     for place, value in _rows(kind, path, start, stop, column, split):
-        text = _as_text(value, column, place)
-        if text is None:
-            yield ""
-            continue
-        raw = text.encode(errors="surrogatepass")
-        if len(raw) > limit:
-            raise too_long_error(place, limit, "the document is longer than")
-        seen.update(raw + b"\n")
-        del raw
-        yield clean_text(text, place)
+        try:
+            text = _document_of(value, column, place, limit, seen)
+        except DataError as error:
+            leave(error)
+        else:
+            yield text
+
+
+def _document_of(value: Any, column: str, place: str, limit: int, seen: xxh3_128) -> str:
+    text = _as_text(value, column, place)
+    if text is None:
+        return ""
+    raw = text.encode(errors="surrogatepass")
+    if len(raw) > limit:
+        raise too_long_error(place, limit, "the document is longer than")
+    seen.update(raw + b"\n")
+    return clean_text(text, place)
 
 
 def read_records(

@@ -10,7 +10,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from holdfast.config.huggingface.folder import POINTER_MESSAGE, POINTER_REMEDY, is_pointer
 from holdfast.data.read.source_files import unreadable_error
@@ -30,6 +30,8 @@ OTHERS = (
     (b"%PDF-", "a PDF", "extract its text"),
     (b"SQLite format 3\0", "a SQLite database", "export its text"),
 )
+DAMAGE = (EOFError, zlib.error, OSError)
+"""What a codec raises; an OSError with a number is the system's."""
 WIDE = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\0\0\xfe\xff", "UTF-32"))
 
 
@@ -85,22 +87,30 @@ def open_text(path: str) -> Iterator[BinaryIO]:
     """The bytes of a file, unpacked. Raises DataError for a container, and for a damaged file."""
     head = read_head(path)
     refuse_container(head, path)
+    with open_packed(path) as unpacked:
+        yield _checked(unpacked, path) if is_compressed(head) else unpacked
+
+
+@contextmanager
+def open_packed(path: str) -> Iterator[BinaryIO]:
+    """The bytes of any file, unpacked. Raises DataError for a damaged file."""
+    head = read_head(path)
+    if is_pointer(head):
+        raise pointer_error(path)
     try:
         if head.startswith(GZIP):
             with gzip.open(path, "rb") as unpacked:
-                yield _checked(unpacked, path)
+                yield cast(BinaryIO, unpacked)
         elif head.startswith(ZSTD):
             with _open_zstd(path) as raw, io.BufferedReader(raw, 1 << 18) as unpacked:
-                yield _checked(unpacked, path)
+                yield unpacked
         else:
             with open(path, "rb") as plain:
                 yield plain
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _damaged_error(path, error) from None
-    except OSError as error:
-        if error.errno is None:  # of a codec, not of the system
-            raise _damaged_error(path, error) from None
-        raise unreadable_error(path, error) from None
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of a codec
+            raise unreadable_error(path, error) from None
+        raise damaged_error(path, error) from None
 
 
 def _checked(unpacked: Any, path: str) -> BinaryIO:
@@ -110,7 +120,7 @@ def _checked(unpacked: Any, path: str) -> BinaryIO:
     return stream
 
 
-def _damaged_error(path: str, error: Exception) -> DataError:
+def damaged_error(path: str, error: Exception) -> DataError:
     reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
     return DataError(
         f"the compressed file is damaged or cut short ({reason})",

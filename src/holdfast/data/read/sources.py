@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_128
 
 from holdfast.core.json_parsing import JsonMessage
-from holdfast.data.read import columnar_sources, text_sources
+from holdfast.data.read import columnar_sources, record_sources, text_sources
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
 from holdfast.data.read.containers import empty_error, is_compressed, read_head
@@ -44,7 +44,8 @@ Ranges = list[list[tuple[str, int, int]]]
 class Unit(JsonMessage):
     """Piece `index` of the full preparation; `parts` are (path, start, stop) of its kind.
 
-    kind: text, jsonl, csv, parquet, arrow or huggingface: how the parts are read. start and stop
+    kind: text, jsonl, csv, parquet, arrow, huggingface or one of `record_sources`: how the parts
+    are read. start and stop
     are bytes for text and JSONL, row groups for Parquet, rows for Hugging Face. A stop of 0 is the
     end of the file. name: of the source. rows, chat: of chat data, its form and how it becomes
     text.
@@ -59,6 +60,7 @@ class Unit(JsonMessage):
     name: str = ""
     rows: str = "text"
     chat: ChatFormat | None = None
+    skips_bad_rows: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -116,6 +118,7 @@ def plan_source(
             name,
             config.rows,
             chat,
+            config.bad_rows == "skip",
         )
         for i, (kind, parts) in enumerate(kinds)
     )
@@ -172,6 +175,12 @@ def _cut(
                 starts = range(0, size, unit)
                 ranges += [[(path, at, min(at + unit, size))] for at in starts]
         return [("jsonl", parts) for parts in ranges]
+    if config.kind == "arrow":
+        paths = [path for path, _ in found.files]
+        cut = columnar_sources.arrow_ranges(paths, _columns(config), refused)
+        return [("arrow", parts) for parts in cut]
+    if config.kind in record_sources.READERS:
+        return [(config.kind, [(path, 0, 0)]) for path in _record_files(config, found)]
     if config.kind == "csv":
         return [("csv", [(path, 0, 0)]) for path, _ in found.files]
     if config.kind == "parquet":
@@ -179,6 +188,14 @@ def _cut(
         cut = columnar_sources.parquet_ranges(paths, _columns(config), unit, refused)
         return [("parquet", parts) for parts in cut]
     return [("text", parts) for parts in _group_files(found.files, unit)]
+
+
+def _record_files(config: SourceConfig, found: FoundFiles) -> Sequence[str]:
+    """The files that are read one by one; of Lance the folder."""
+    if config.kind == "lance":
+        return [os.path.expanduser(config.place or "")]
+    paths = [path for path, _ in found.files]
+    return record_sources.mds_shards(config.place or "", paths) if config.kind == "mds" else paths
 
 
 def _columns(config: SourceConfig) -> Sequence[str]:
@@ -233,19 +250,33 @@ def read_unit(
     take = text_sources.text_in(unit.field)
     if unit.chat is not None:
         take = ChatReader(unit.rows, unit.field, unit.chat, notes or ChatNotes()).read
+    if unit.skips_bad_rows and refused is None:
+        refused = []  # the scan has counted them
+
+    def leave(error: DataError) -> None:
+        """A bad row. Raises its error, if bad rows are not left out."""
+        if not unit.skips_bad_rows:
+            raise error
+        assert refused is not None
+        refused.append(named_error(unit.name or unit.kind, error, column))
+
     for path, start, stop in unit.parts:
         at = (unit.kind, path, start, stop)
         try:
             if unit.kind == "jsonl":
-                yield from text_sources.json_documents(path, start, stop, take, limit, seen)
+                yield from text_sources.json_documents(path, start, stop, take, limit, seen, leave)
             elif unit.kind == "csv":
                 yield from text_sources.csv_documents(path, unit.field, limit, seen)
             elif unit.kind == "text":
                 yield text_sources.text_document(path, limit, seen)
+            elif unit.kind in record_sources.READERS:
+                yield from _records(unit, path, limit, seen, leave)
             elif unit.is_chat:
                 yield from columnar_sources.read_records(*at, unit.split, take, limit, seen)
             else:
-                yield from columnar_sources.read_rows(*at, unit.field, unit.split, limit, seen)
+                yield from columnar_sources.read_rows(
+                    *at, unit.field, unit.split, limit, seen, leave
+                )
         except (DataError, OSError) as error:
             if isinstance(error, OSError):
                 error = unreadable_error(path, error)
@@ -253,6 +284,21 @@ def read_unit(
             if refused is None:
                 raise problem from None
             refused.append(problem)
+
+
+def _records(
+    unit: Unit, path: str, limit: int, seen: xxh3_128, leave: text_sources.LeaveRow
+) -> Iterator[str]:
+    for place, found in record_sources.read_documents(unit.kind, path, unit.field, limit):
+        try:
+            if isinstance(found, DataError):
+                raise found
+            seen.update(found + b"\n")
+            text = text_sources.normal_form(found, place, 0)
+        except DataError as error:
+            leave(error)
+        else:
+            yield text
 
 
 def _group_files(files: list[tuple[str, int]], unit: int) -> list[list[tuple[str, int, int]]]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from xxhash import xxh3_128
 
 from holdfast.core.json_parsing import parse_json
-from holdfast.data.read.containers import empty_error, open_text
+from holdfast.data.read.containers import DAMAGE, damaged_error, empty_error, open_text
 from holdfast.errors import DataError, nearest_of
 
 READ_BYTES = 1 << 18
@@ -96,6 +96,14 @@ class TakeDocument(Protocol):
     def __call__(self, value: Any, where: str, *, bare: bool = False) -> str: ...
 
 
+LeaveRow = Callable[[DataError], None]
+"""Takes the error of a bad row. Raises it if bad rows are not left out."""
+
+
+def refuse_row(error: DataError) -> None:
+    raise error
+
+
 def text_in(field: str) -> TakeDocument:
     """Take the text in a field, or an element of an array that is a text by itself."""
     return partial(_field, field=field)
@@ -132,10 +140,16 @@ def text_document(path: str, limit: int, seen: xxh3_128) -> str:
 
 # --- lines of JSON, or an array of it ---------------------------------------------------------
 def json_documents(
-    path: str, start: int, stop: int, take: TakeDocument, limit: int, seen: xxh3_128
+    path: str,
+    start: int,
+    stop: int,
+    take: TakeDocument,
+    limit: int,
+    seen: xxh3_128,
+    leave: LeaveRow = refuse_row,
 ) -> Iterator[str]:
     """Documents of the lines that begin in [start, stop) of a file; stop 0: of all of the file,
-    which is compressed or one array."""
+    which is compressed or one array. An element of an array that is bad ends it."""
     with open_text(path) as file:
         if stop == 0:
             first = _first_byte(file)
@@ -155,7 +169,7 @@ def json_documents(
                         ) from None
                     yield take(value, where, bare=True)
                 return
-            yield from _lines(file, path, take, limit, seen, None)
+            yield from _lines(file, path, take, limit, seen, None, leave)
             return
         at = start
         if start:
@@ -163,7 +177,7 @@ def json_documents(
             while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
                 pass  # the rest of a line that an earlier unit owns, never held in full
             at = file.tell()
-        yield from _lines(file, path, take, limit, seen, (at, stop))
+        yield from _lines(file, path, take, limit, seen, (at, stop), leave)
 
 
 def begins_array(path: str) -> bool:
@@ -189,19 +203,34 @@ def _lines(
     limit: int,
     seen: xxh3_128,
     section: tuple[int, int] | None,
+    leave: LeaveRow,
 ) -> Iterator[str]:
     at, stop = section or (0, 0)
     number = None if section and at else 1  # the number of a line is counted for an error only
     while section is None or at < stop:
-        line = file.readline(limit + 2)  # with its line ending
+        try:
+            line = file.readline(limit + 2)  # with its line ending
+        except DAMAGE as error:
+            if number is None or getattr(error, "errno", None) is not None:
+                raise
+            raise damaged_error(f"{path}, after line {number - 1}", error) from None
         if not line:
             return
         if len(line.removesuffix(b"\n").removesuffix(b"\r")) > limit:
             where = f"{path}:{number or _line_number(path, at)}"
-            raise too_long_error(where, limit, "the line is longer than")
-        seen.update(line)
-        yield _line_document(line, path, at, take, number)
-        at += len(line)
+            leave(too_long_error(where, limit, "the line is longer than"))
+            at += len(line)
+            while line and not line.endswith(b"\n"):
+                at += len(line := file.readline(1 << 20))
+        else:
+            seen.update(line)
+            try:
+                text = _line_document(line, path, at, take, number)
+            except DataError as error:
+                leave(error)
+            else:
+                yield text
+            at += len(line)
         number = None if number is None else number + 1
 
 

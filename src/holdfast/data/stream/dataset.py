@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -105,6 +106,11 @@ class TokenStream:
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), clipped to the stream, in the shards' own type."""
         return self._read(self._arrays, start, stop, self.dtype)
+
+    def read_shards(self) -> Iterator[NDArray[Any]]:
+        """Yield the tokens of each shard. A shard ends with the end of a document."""
+        for start, stop in pairwise(self._starts.tolist()):
+            yield self.read(start, stop)
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Of chat data: 1 for tokens that carry loss, 0 for the rest, clipped to the stream."""

@@ -41,6 +41,7 @@ def modules_to_preload(config: RunConfig) -> tuple[str, ...]:
         config.train.compile
         or config.train.recomputes  # torch.utils.checkpoint imports it at its first call
         or config.train.optimizer.name != "adamw"
+        or config.outer.is_on  # the outer optimizer is one of torch.optim
         or config.train.precision == "fp8"
         or config.task.name == SCRIPT_TASK  # its optimizer is one of torch.optim
     ):

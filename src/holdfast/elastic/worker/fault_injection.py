@@ -230,8 +230,8 @@ def install_faults(worker: Any, folder: Path) -> None:
 def _corrupt_losses(objective: Any, under: FaultInjector) -> None:
     plain = objective.forward
 
-    def forward(module: Any, inputs: Any, *rest: Any) -> Any:
-        return under.corrupt_loss(inputs, plain(module, inputs, *rest))
+    def forward(module: Any, inputs: Any, *rest: Any, **of_stage: Any) -> Any:
+        return under.corrupt_loss(inputs, plain(module, inputs, *rest, **of_stage))
 
     objective.forward = forward
 

@@ -87,7 +87,8 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     is_function = after.schedule.is_function or (before and before.schedule.is_function)
     if at and before is not None and not is_function:
         was, becomes = learning_rate(before, at), learning_rate(after, at + 1)
-        note = f" (the rate {was:.3g} becomes {becomes:.3g})"
+        if (text := f"{becomes:.3g}") != f"{was:.3g}":
+            note = f" (the rate {was:.3g} becomes {text})"
     return " ".join([shlex.join(words), *changes]), note
 
 

@@ -4,6 +4,7 @@ A codec is a function of the change alone. It rounds to the nearest value and dr
 number, so every rank decodes the same bits. A payload has the same length for every change of one
 size, so no lengths travel.
 
+    none   fp32 as it is: 4 bytes
     bf16   the upper half of each fp32, rounded: 2 bytes
     int8   blocks of `BLOCK` values with one fp32 scale, the largest magnitude / 127: 1 byte
     int4   the same with 7 in place of 127: half a byte
@@ -41,6 +42,8 @@ class Codec:
 def make_codec(name: str, share: float) -> Codec:
     """Return the codec that the run file names. share: of the values that `topk` keeps. Raises
     ValueError for an unknown name."""
+    if name == "none":
+        return Codec(lambda n: 4 * n, _bytes, lambda payload, n: payload.view(torch.float32))
     if name == "bf16":
         return Codec(lambda n: 2 * n, _encode_bf16, _decode_bf16)
     if name in ("int8", "int4"):

@@ -12,6 +12,9 @@ slower a worker is, the fewer blocks are needed to be sure:
     2            4
     1.35         24, of which 18 are above 1.15 each
 
+If steps are long, 16 comparisons take minutes. Then four suffice that contain eight seconds of
+computing. The worker has to be slower by 3 in each, and by 4 in their median.
+
     well --slow--> slow --twice as slow, for long--> standby --a rest--> trial --still slow--> out
      ^              |                                                     |
      '---as quick as the rest, for long-----------------------------------'
@@ -30,6 +33,7 @@ from enum import StrEnum
 from statistics import median
 
 _PARTS_STEPS = 16  # comparisons that say what a slowdown came from
+_LONG_COMPARISONS, _LONG_COMPARISONS_S = 4, 8.0  # that suffice for the first rule, if so long
 
 WorkerName = Hashable
 """A worker, by a name that stays when ranks change."""
@@ -140,6 +144,7 @@ class _WorkerPace:
     blocks_in_pace: int = 0  # blocks in this pace
     speed: float = 1.0
     timings: deque[StepTiming] = field(default_factory=lambda: deque(maxlen=_PARTS_STEPS))
+    newest_slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=_LONG_COMPARISONS))
 
 
 class StragglerDetector:
@@ -166,7 +171,7 @@ class StragglerDetector:
         return {who: w.pace for who, w in self._workers.items() if w.pace in idle}
 
     def observe(self, timings: Iterable[StepTiming]) -> tuple[PaceChange, ...]:
-        """Take one step. Changes come at the end of a block."""
+        """Take one step. Changes come at the end of a block, or after a few long comparisons."""
         at: dict[Hashable, dict[WorkerName, float]] = {}
         for t in timings:
             if t.microbatches > 0 and t.seconds > 0:
@@ -175,12 +180,11 @@ class StragglerDetector:
         for paces in at.values():
             for who, slower in _relative_slowdowns(paces).items():
                 self._workers[who].step_slowdowns.append(slower)
+                self._workers[who].newest_slowdowns.append(slower)
         self._steps += 1
-        if self._steps % self.limits.block_steps:
-            return ()
-        changes = [
-            change for who, w in self._workers.items() if (change := self._close_block(who, w))
-        ]
+        is_block_over = self._steps % self.limits.block_steps == 0
+        decide = self._close_block if is_block_over else self._look_at_long_comparisons
+        changes = [change for who, w in self._workers.items() if (change := decide(who, w))]
         return tuple(changes)
 
     def forget(self, worker: WorkerName) -> None:
@@ -195,9 +199,30 @@ class StragglerDetector:
                 worker.block_slowdowns.popleft()
         worker.step_slowdowns.clear()
         found = self._next_pace(worker)
-        if found is None:
+        return (
+            self._look_at_long_comparisons(name, worker)
+            if found is None
+            else self._change(name, worker, *found)
+        )
+
+    def _look_at_long_comparisons(self, name: WorkerName, worker: _WorkerPace) -> PaceChange | None:
+        """Decide before a block is over, if the steps are long and the slowdown is large."""
+        rule, lately = self.limits.rules[0], worker.newest_slowdowns
+        seconds = sum(t.seconds for t in list(worker.timings)[-_LONG_COMPARISONS:])
+        if (
+            worker.pace is not Pace.WELL
+            or len(lately) < _LONG_COMPARISONS
+            or seconds < _LONG_COMPARISONS_S
+            or min(lately) < rule.min_block_slowdown
+            or (slower := median(lately)) < rule.min_slowdown
+        ):
             return None
-        to, slower, why = found
+        why = f"{slower:.2g} times slower than the rest in {seconds:.0f} s of computing"
+        return self._change(name, worker, Pace.SLOW, slower, why)
+
+    def _change(
+        self, name: WorkerName, worker: _WorkerPace, to: Pace, slower: float, why: str
+    ) -> PaceChange:
         before, worker.pace = worker.pace, advance(worker.pace, to)
         worker.blocks_in_pace = 0
         worker.speed = round(1 / slower, 2) if to is Pace.SLOW else 1.0

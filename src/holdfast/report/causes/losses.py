@@ -146,20 +146,22 @@ def _of_worker(
 
 
 def _silent_nodes(story: GenerationStory, root: _Ended, ended: list[_Ended]) -> set[str]:
-    """Return the nodes that the writer of a loss gave up because it did not hear them."""
+    """Return the other nodes that the writer of a loss gave up because it did not hear them."""
+    writer = root.record.writer
     return {
         story.node_of(one.rank)
         for one in ended
         if one.noticed_by == "heartbeat"
         and one.text.startswith(_SILENT)
-        and one.record.writer == root.record.writer
-    }
+        and one.record.writer == writer
+    } - {writer.partition(".")[2]}
 
 
 def _cut_off_coordinator(story: GenerationStory, root: _Ended, ended: list[_Ended]) -> str:
     """Return the coordinator's node if it lost most of the nodes at once; "" otherwise. One line
     that fails is more likely than several nodes that do."""
-    observer, silent = root.record.writer.partition(".")[2], _silent_nodes(story, root, ended)
+    observer = root.record.writer.partition(".")[2]
+    silent = _silent_nodes(story, root, ended)
     is_cut_off = observer in story.nodes and 2 * len(silent) > len(set(story.nodes))
     return observer if is_cut_off else ""
 

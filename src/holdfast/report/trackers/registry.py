@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError, use_one_of
 from holdfast.report.trackers.tracker import Tracker
 
 GROUP = "holdfast.trackers"
+OTEL_PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ BUILT_IN = {
     "tensorboard": BuiltIn("holdfast.report.trackers.event_files:TensorBoardTracker"),
     "wandb": BuiltIn("holdfast.report.trackers.wandb_runs:WandbTracker", "wandb", "wandb"),
     "mlflow": BuiltIn("holdfast.report.trackers.mlflow_runs:MlflowTracker", "mlflow", "mlflow"),
+    "otel": BuiltIn("holdfast.report.trackers.otel:OtelTracker", OTEL_PACKAGE, "otel"),
 }
 
 

@@ -337,9 +337,7 @@ def _replicated_feed(
     """Sum the gradients of plain parameters. wanted: the parts of `boxes` that this rank trains."""
     config = parts.config
 
-    gradients = (
-        GradientsOfAll if config.outer.is_on and config.outer.codec.is_on else ReplicatedGradients
-    )
+    gradients = GradientsOfAll if config.outer.sends_all else ReplicatedGradients
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return gradients(
@@ -424,7 +422,7 @@ def _gradient_feed(parts: _Parts, make: Callable[[Cells, bool], GradientFeeder])
 
     def feed(groups: ProcessGroups, old: GradientFeeder | None) -> GradientFeeder:
         cells, by_unit = run_cells(config, groups.topology, groups.rank), _by_unit(config, groups)
-        if config.outer.is_on and config.outer.codec.is_on:  # nothing but payloads travels
+        if config.outer.sends_all:  # nothing but payloads travels
             return make(_cells_alone(config, groups), by_unit)
         joined = list(zip(cells, groups.teams(cells), strict=True))
         if old is not None and old.regroup(joined, by_unit):

@@ -32,6 +32,7 @@ from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.outer.codecs import Codec, make_codec
 from holdfast.parallel.outer.payloads import PayloadRound
+from holdfast.parallel.outer.rules import combine
 from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
@@ -78,14 +79,16 @@ class LearnerExecutor(Executor):
         self._working, self._user, self._train = list(working), user, inner_train(config)
         self._every = config.outer.every_steps
         self._learners = config.outer.learners
-        self.counts_alike = config.outer.average == "mean"
+        self.counts_alike = config.outer.average != "token_weighted"
+        self._rule = config.outer.average if config.outer.is_robust else ""
+        self._faulty = config.outer.faulty
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None
         self._groups = groups
         self._shares = learner_shares(self._learners, groups.replica_count)
         self._own = self._shares[groups.coordinate.replica]
         codec = config.outer.codec
-        self._codec = make_codec(codec.name, codec.share) if codec.is_on else None
+        self._codec = make_codec(codec.name, codec.share) if config.outer.sends_all else None
         self._feedback = codec.error_feedback
         kept = (parameters.table, self._working, inner.gradients(), user, None, parameters.boxes)
         self._optimizer = make_optimizer(config.train.optimizer, *kept)
@@ -123,10 +126,18 @@ class LearnerExecutor(Executor):
         finally:
             self._parameters.refresh()
         if codec is not None and exchange is not None:
-            payloads = exchange.wait_for_all()
-            for learner in range(self._learners):
-                flat = codec.decode(payloads[learner].to(self._working[0].device), count)
+            payloads, device = exchange.wait_for_all(), self._working[0].device
+            found = [codec.decode(payloads[k].to(device), count) for k in range(self._learners)]
+            for learner, flat in enumerate(self._combined(found)):
                 self._give(learner, self._split(flat), listener)
+
+    def _combined(self, changes: list[Tensor]) -> list[Tensor]:
+        """The summands of the learners, whose sum is divided by their number. A rule makes one of
+        all: the remaining ones are zeros."""
+        if not self._rule:
+            return changes
+        result = combine(self._rule, torch.stack(changes), self._faulty).mul_(self._learners)
+        return [result, *(torch.zeros_like(result) for _ in changes[1:])]
 
     @torch.no_grad()
     def _changes(self, batch: Any) -> list[Tensor]:

@@ -72,6 +72,20 @@ def test_a_slow_worker_is_found(slower: float, steps: int, workers: int) -> None
         assert all(change.worker == 1 for _, change in changes)
 
 
+def long_steps(seed: int, workers: int, steps: int) -> Iterator[list[float]]:
+    """The same machine with steps of seconds."""
+    return ([100 * pace for pace in row] for row in shared_machine(seed, workers, steps))
+
+
+def test_long_steps_find_a_very_slow_worker_early_and_make_nobody_slow() -> None:
+    assert run(StragglerDetector(), long_steps(2, 2, 4_000)) == []
+    for seed in range(5):
+        found = StragglerDetector()
+        run(found, long_steps(seed, 4, 96))
+        changes = run(found, long_steps(100 + seed, 4, 12), slower=10.0)
+        assert [(c.worker, c.after) for _, c in changes] == [(1, Pace.SLOW)]
+
+
 def test_fewer_microbatches_then_standby_then_out() -> None:
     found = StragglerDetector(StragglerLimits(standby_blocks=8))
     changes = run(found, shared_machine(3, 4, 400), slower=3.0)

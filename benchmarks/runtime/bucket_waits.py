@@ -1,0 +1,86 @@
+"""How long do workers of a node wait for batches whose shards come from a bucket?
+
+    python -m benchmarks.runtime.bucket_waits                    four workers, 200 steps of 100 ms
+    python -m benchmarks.runtime.bucket_waits --step-ms 20
+
+The bucket is a server of S3 on this machine (moto, a process of its own). The workers are
+processes of one node: they share one cache, which is empty at the start. A worker takes steps of a
+fixed time and asks `Loader` for its share of the next batch, as training does. The table has the
+seconds until the first batch, and the share of the time after it that each worker waited. The
+share of a run whose cache is full comes next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.support import s3
+
+from benchmarks.runtime.data import config
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.train import TrainConfig
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.data.stream.loader import Loader
+
+WORKERS = 4
+BATCH = 8  # samples of a step, two of each worker
+
+
+def wait_of(data: DataConfig, steps: int, step_s: float, rank: int) -> tuple[float, float]:
+    """Seconds until the first batch of a worker; share of the time after it that it waited."""
+    train = TrainConfig.model_validate({"batch_size": BATCH, "microbatch_size": 1, "steps": steps})
+    batches = Batches(open_dataset(data.folder, data), data, train, seed=1)
+    plan = deal(BATCH, WORKERS)[rank]
+    with Loader(batches, lambda step: plan, last_step=steps) as loader:
+        next(loader)
+        first, begun = loader.waited_s, time.perf_counter()
+        for _ in loader:
+            time.sleep(step_s)
+        return first, (loader.waited_s - first) / (time.perf_counter() - begun)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=100)
+    parser.add_argument("--shard-tokens", type=int, default=65536)
+    given = parser.parse_args()
+    os.environ |= s3.CREDENTIALS
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        data = config(work, 2).model_copy(
+            update={
+                "folder": s3.location(s3.server()),
+                "cache": str(work / "first"),
+                "shard_tokens": given.shard_tokens,
+            }
+        )
+        dataset = prepare_dataset(data, say=lambda text: None)
+        size = sum(file.bytes for file in dataset.files()) / 1e6
+        print(f"{size:.1f} MB in {len(dataset.shards())} shards, {WORKERS} workers, ", end="")
+        print(f"{given.steps} steps of {given.step_ms:g} ms")
+        data = data.model_copy(update={"cache": str(work / "second")})
+        with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
+            list(pool.map(time.sleep, [1] * WORKERS))  # they have imported what they need
+            for what in ("empty cache", "full cache"):
+                task = partial(wait_of, data, given.steps, given.step_ms / 1e3)
+                found = list(pool.map(task, range(WORKERS)))
+                first = max(first for first, _ in found)
+                shares = ", ".join(f"{share:.2%}" for _, share in found)
+                print(f"{what}: first batch after {first:.2f} s, then waited {shares}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
