@@ -52,7 +52,7 @@ from holdfast.wire.store.run_store import FolderStore
 MODEL = (
     "model={preset: null, layers: 4, dim: 128, heads: 4, kv_heads: 4, ffn_dim: 384}",
     "data.sequence_length=64",
-    "train.batch_size=8",
+    "train.batch_size=16",
     "train.microbatch_size=4",
     "train.evaluate.every=0",
     "checkpoint.every_steps=1000",
