@@ -57,7 +57,6 @@ def _alone(run_file: Path, codec: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     run = FollowedRun(folder, _train(run_file, folder, 2, "none"))

@@ -69,7 +69,7 @@ def show(
         )
     samples = sample_sources(config.data, documents, examples)
     if json:
-        print_json({"sources": [sample.to_json() for sample in samples]})
+        print_json({"sources": [asdict(sample) for sample in samples]})
         return
     for sample in samples:
         print(

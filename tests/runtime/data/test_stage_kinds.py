@@ -209,6 +209,9 @@ BAD_FUNCTIONS = {
     "no function": ("def other(text):\n    return True", "no function tidy"),
     "syntax": ("def tidy(text)\n    return True", "SyntaxError"),
     "import": ("import not_there_at_all", "not_there_at_all"),
+    "exit": ("def tidy(text):\n    raise SystemExit(0)", "SystemExit"),
+    "exit at import": ("raise SystemExit(0)", "SystemExit"),
+    "numpy": ("import numpy\ndef tidy(text):\n    return numpy.bool_(True)", "returned numpy."),
     "random": ("import random\ndef tidy(text):\n    return str(random.random())", "two answers"),
     "state": (
         "import os, time\ndef tidy(text):\n    return f'{text} {os.times().elapsed // 1e-9}'",
@@ -227,6 +230,27 @@ def test_a_function_that_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path,
     assert refusal.value.where
     assert refusal.value.remedy
     assert page(0, 3)[:20] not in str(refusal.value)
+
+
+def test_what_a_function_prints_is_no_output_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "print('loaded')\ndef tidy(text):\n    print('called')\n    return True"
+    chain, _ = chain_in(tmp_path, with_function(tmp_path, code))
+    chain.judge(page(1))
+    printed = capsys.readouterr()
+    assert "called" in printed.err
+    assert not printed.out
+
+
+def test_a_refused_text_of_a_stage_names_the_stage_and_no_source(tmp_path: Path) -> None:
+    rows = text_file(tmp_path / "quiz.jsonl", '{"question": "What is it?"}\n')
+    stage = {"kind": "contamination", "texts": [{"kind": "jsonl", "path": rows}]}
+    with pytest.raises(DataError) as refusal:
+        chain_in(tmp_path, stage)
+    assert str(refusal.value.where).startswith("data.stages[0].texts[0]: ")
+    assert "data.stages[0].texts[0]" in str(refusal.value.remedy)
+    assert "source" not in str(refusal.value)
 
 
 def test_the_version_follows_the_bytes_of_texts_and_functions_but_not_their_paths(

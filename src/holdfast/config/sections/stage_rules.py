@@ -33,10 +33,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "personal_data": ("filters/personal_data.py",),
     "remove": ("filters/plain.py",),
     "language": ("filters/language.py",),
-    "perplexity": (
-        *("filters/word_grams.py", "filters/perplexity.py", "filters/key_counts.py"),
-        "filters/shingles.py",
-    ),
+    "perplexity": ("filters/word_grams.py", "filters/perplexity.py", "filters/shingles.py"),
     "contamination": ("filters/word_grams.py", "filters/contamination.py", "filters/shingles.py"),
     "function": ("filters/user_function.py",),
     "near_duplicates": ("filters/shingles.py", "stages/near_duplicates.py"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.data.filters.shingles import word_hashes
 from holdfast.data.filters.verdict import Stage, Verdict
-from holdfast.data.filters.word_grams import Table, find_in, gram_hashes, read_table, word_hashes
+from holdfast.data.filters.word_grams import Table, find_in, gram_hashes, read_table
 
 MIN_WORDS = 8
 """Words of the shortest evaluation text that is looked for, if n-grams have more."""

@@ -71,7 +71,7 @@ def check_languages(codes: tuple[str, ...], where: str) -> None:
         raise DataError(
             f"{unknown[0]} is no language that {PACKAGE} knows",
             where=where,
-            remedy=use_one_of(known, unknown[0]),
+            remedy=use_one_of(known),  # the nearest in spelling is another language
         )
 
 

@@ -21,12 +21,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.filters.key_counts import KeyCounts
+from holdfast.data.filters.shingles import word_hashes
 from holdfast.data.filters.verdict import Stage, Verdict
-from holdfast.data.filters.word_grams import Table, find_in, gram_hashes, read_table, word_hashes
+from holdfast.data.filters.word_grams import Table, find_in, gram_hashes, read_table
 
 STEPS_OF_BIT = 4096
 _MERGED = 1 << 20  # n-grams that are collected before they are joined
+
+
+class KeyCounts:
+    """Counts of different keys, of which many come: memory is bounded by the different ones."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[Any], NDArray[np.int64]]] = []
+        self._pending = 0
+
+    def add(self, keys: NDArray[Any]) -> None:
+        self._parts.append((keys, np.ones(len(keys), dtype=np.int64)))
+        self._pending += len(keys)
+        if self._pending >= max(_MERGED, len(self._parts[0][0])):
+            self.result()
+
+    def result(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the different keys, sorted, and how often each came."""
+        if not self._parts:
+            return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        keys, inverse = np.unique(np.concatenate([k for k, _ in self._parts]), return_inverse=True)
+        counts = np.concatenate([c for _, c in self._parts])
+        # Sums of whole numbers below 2^53 are exact in float64.
+        sums = np.bincount(inverse, counts, len(keys)).astype(np.int64)
+        self._parts, self._pending = [(keys, sums)], 0
+        return keys, sums
 
 
 def train_model(texts: Iterable[str], order: int) -> Table:
@@ -35,7 +60,7 @@ def train_model(texts: Iterable[str], order: int) -> Table:
     `keys` are sorted hashes. `logs` has -log2 of the probability of each, and `backs` -log2 of its
     weight as a history. `unknown` has -log2 of the probability of a word that was not seen: [1].
     """
-    counters = [KeyCounts(_MERGED) for _ in range(order)]
+    counters = [KeyCounts() for _ in range(order)]
     links: list[list[NDArray[np.uint64]]] = [[] for _ in range(order)]
     for text in texts:
         words = word_hashes(text)

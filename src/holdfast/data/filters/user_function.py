@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,12 +30,15 @@ def function_stage(recipe: dict[str, Any]) -> Stage:
 
     def ask(text: str) -> bool | str:
         try:
-            answer = call(text)
-        except Exception as error:
+            with redirect_stdout(sys.stderr):  # a command's own output may be JSON
+                answer = call(text)
+        except (Exception, SystemExit) as error:
             raise _failed(error, path, f"{name}() failed", text) from error
         if not isinstance(answer, bool | str):
+            kind = type(answer)
+            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
             raise DataError(
-                f"{name}() returned {type(answer).__name__}",
+                f"{name}() returned {module}{kind.__name__}",
                 where=path,
                 remedy="return True, False or a text",
             )
@@ -83,8 +87,9 @@ def _load(path: str, name: str, digest: str) -> Any:
     module.__file__ = path
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        exec(compile(source, path, "exec"), module.__dict__)
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            exec(compile(source, path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
         raise _failed(error, path, "the file of a stage cannot be imported") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -96,7 +101,7 @@ def _load(path: str, name: str, digest: str) -> Any:
     return found
 
 
-def _failed(error: Exception, path: str, what: str, text: str = "") -> DataError:
+def _failed(error: BaseException, path: str, what: str, text: str = "") -> DataError:
     """Return the refusal of what a user's code did. The document's text is not in it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]

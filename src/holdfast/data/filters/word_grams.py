@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.filters.shingles import gram_sums, mix, word_hashes
+from holdfast.data.filters.shingles import gram_sums, mix
 from holdfast.data.read.files import write_atomic
 
 Hashes = NDArray[np.uint64]
@@ -47,6 +47,3 @@ def write_table(folder: Path, table: Table) -> None:
 def read_table(folder: str, *names: str) -> list[NDArray[Any]]:
     """Return arrays of a table, mapped."""
     return [np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names]
-
-
-__all__ = ["Hashes", "Table", "find_in", "gram_hashes", "read_table", "word_hashes", "write_table"]

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 MAX_TOKENS = 1 << 24  # training tokens counted; beyond that the figures hardly move
 _PIECE = 1 << 17  # tokens that are counted or priced at a time
-_PASS = 1 << 20  # pairs that are held at a time, about
+_PASS = 1 << 18  # pairs that are held at a time, about
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # spreads pairs over passes, whatever the vocabulary
 
 
 def bits_per_byte(nats_per_token: float, tokens_per_byte: float) -> float:
@@ -63,22 +64,23 @@ class TokenCounts:
         self, before: NDArray[Any], after: NDArray[Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Return the distinct followers of each token, [V], and how often each target followed the
-        token before it, [n]. A pass takes a part of the tokens, so memory does not grow."""
+        token before it, [n]. A pass takes a part of the pairs, so memory does not grow."""
         distinct = np.zeros(self._vocab, dtype=np.int64)
         both = np.zeros(len(before), dtype=np.uint32)
         passes = max(1, -(-self.tokens // _PASS))
         for turn in range(passes):
             codes = [np.zeros(0, dtype=np.int64)]
             for first, second in self._pairs():
-                mine = first % passes == turn
-                codes.append(first[mine] * self._vocab + second[mine])
+                pair = first * self._vocab + second
+                part = (pair.astype(np.uint64) * _SPREAD >> np.uint64(32)) % np.uint64(passes)
+                codes.append(pair[part == turn])
             pairs, counts = np.unique(np.concatenate(codes), return_counts=True)
             distinct += np.bincount(pairs // self._vocab, minlength=self._vocab)
             for start in range(0, len(before) if len(pairs) else 0, _PIECE):
-                part = slice(start, start + _PIECE)
-                wanted = before[part].astype(np.int64) * self._vocab + after[part]
+                targets = slice(start, start + _PIECE)
+                wanted = before[targets].astype(np.int64) * self._vocab + after[targets]
                 at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-                both[part] += np.where(pairs[at] == wanted, counts[at], 0).astype(np.uint32)
+                both[targets] += np.where(pairs[at] == wanted, counts[at], 0).astype(np.uint32)
         return distinct, both
 
     def mean_nats(self, before: NDArray[Any], after: NDArray[Any]) -> tuple[float, float]:

@@ -124,10 +124,11 @@ def _read_texts(entry: StageTexts, where: str, limit: int) -> Iterator[str]:
         for unit in plan.units:
             yield from read_unit(unit, limit, xxh3_128())
     except DataError as error:
-        place = error.where or ""
-        own = "data.sources[0]"
-        place = place.replace(own, where) if own in place else f"{where}: {place}"
-        raise DataError(error.message, where=place, remedy=error.remedy) from None
+        place = (error.where or "").removeprefix(f"source {entry.label!r}: ")
+        place = place.replace("data.sources[0]", where)
+        place = place if place.startswith(where) else f"{where}: {place}"
+        remedy = (error.remedy or "").replace("data.sources", where)
+        raise DataError(error.message, where=place, remedy=remedy) from None
 
 
 def _as_source(entry: StageTexts) -> SourceConfig:

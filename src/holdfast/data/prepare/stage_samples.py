@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -102,9 +102,6 @@ class SourceSample:
     languages: dict[str, int] | None  # None without the library
     groups: list[GroupCount]
     stages: list[StageSample]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def sample_sources(config: DataConfig, documents: int, examples: int) -> list[SourceSample]:

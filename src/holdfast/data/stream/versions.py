@@ -22,6 +22,7 @@ from holdfast.data.filters.plain import document_name, hash_document
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stream.dataset import MANIFEST, REMOVED, Dataset
 from holdfast.data.stream.document_reads import DocumentPlace
+from holdfast.data.stream.verify import is_list_damaged
 from holdfast.errors import DataError
 
 INPUT, CODE, PARAMETER = "input", "code", "parameter"
@@ -193,10 +194,17 @@ def _tokenizer(path: str) -> Any:
 
 
 def causes_in(dataset: Dataset, names: set[str]) -> dict[str, dict[str, Any]]:
-    """Return what the list of left-out documents says of some of them; empty without a list."""
+    """Return what the list of left-out documents says of some of them; empty without a list.
+    Raises DataError for a damaged one."""
     path = dataset.folder / REMOVED
     if not path.exists():
         return {}
+    if is_list_damaged(dataset):
+        raise DataError(
+            "its bytes are not what was written",
+            where=str(path),
+            remedy="run holdfast data prepare, which writes it again",
+        )
     with path.open("rb") as file:
         entries = (parse_json(line) for line in file)
         return {entry["document"]: entry for entry in entries if entry["document"] in names}
