@@ -379,7 +379,7 @@ def _train(job: _Job, session: TrainingSession, result: _RankResult) -> Iterator
             engine.compute(share.microbatches)
             rate = engine.apply(engine.reduce())
             _, verdict = engine.history.applied_verdicts[-1]
-            values = verdict.mean_loss, verdict.tokens, verdict.mean_norm, rate
+            values = verdict.mean_loss, verdict.tokens, engine.mean_norm(verdict), rate
             result.curve[share.step] = dict(zip(_COMPARED, values, strict=True))
             yield share.step
             if share.step >= job.stretch.stop:

@@ -93,6 +93,9 @@ def import_(
     refuse_other_regions(loaded)
     refuse_task(loaded.config.task, COMMAND, is_file=True)
     refuse_lora(loaded.config.lora, COMMAND, LORA_REMEDY)
+    loaded.config.outer.refuse_one_state(
+        "an import", loaded.where("outer.learners"), "name a folder of weights in model.from"
+    )
     folder = require_folder(loaded)
     refuse_in_use(folder, HolderWatch(folder, say))
     size = _vocabulary_of(source, tokenizer_unchecked)  # before hours of tokenising

@@ -28,7 +28,7 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
     """Write the folder, which appears as `new_folder` says.
 
     Raises ModelFolderError for a folder that has things in it, OutOfSpaceError on a full disk,
-    ConfigError for a run whose optimizer is not AdamW.
+    ConfigError for a run whose optimizer is not AdamW. It does so for one that has learners, too.
     """
     from holdfast.model.dcp_export import write_dcp
     from holdfast.model.new_folder import new_folder
@@ -41,6 +41,9 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
             remedy="export the weights with --format hf, or read its tensors with "
             "holdfast.open_checkpoint (docs/guide/python.md)",
         )
+    run.config.outer.refuse_one_state(
+        "the format dcp", str(run.folder), "export the weights with --format hf"
+    )
     if scheme != OWN_SCHEME:
         refuse_task(run.config.task, f"--names {scheme}")
         refuse_lora(run.config.lora, f"--names {scheme}", "use --format hf, or --names holdfast")

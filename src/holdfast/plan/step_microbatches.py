@@ -8,8 +8,8 @@ from holdfast.core.data.sample_order import BatchSchedule
 
 def microbatches(config: RunConfig) -> dict[int, int]:
     """First step -> logical microbatches of a step, for every size of batch that the run has. A
-    microbatch that is not chosen yet counts as one sample."""
-    train = config.train
+    microbatch that is not chosen yet counts as one sample. A learner of `outer` is one."""
+    train = config.step_train
     schedule = BatchSchedule(
         train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
     )

@@ -200,6 +200,8 @@ class LayoutPicture:
                 else "",
                 gathered=",\nand what is gathered of the block at work"
                 if sharded and zero > 1
+                else ",\nand the optimizer's state of each learner (outer.learners)"
+                if self.config.outer.is_on
                 else "",
             )
         )
@@ -211,7 +213,10 @@ class LayoutPicture:
         head, columns = ["replica"], [list(map(str, range(replicas)))]
         for step, number in microbatches(self.config).items():
             since = f" from step {step} on" if step > 1 else ""
-            head.append(f"{number} microbatch{'es' if number > 1 else ''} a step{since}")
+            work = f"microbatch{'es' if number > 1 else ''} a step"
+            if self.config.outer.is_on:
+                work = f"learner{'s' if number > 1 else ''} a round"
+            head.append(f"{number} {work}{since}")
             columns.append(list(map(_share, deal(number, replicas))))
             if self.loss is not None and self.loss.whole:
                 shares = dict(zip(self.loss.whole, deal(number, len(self.loss.whole)), strict=True))

@@ -55,6 +55,16 @@ def said(*overrides: str) -> list[str]:
         ("train.memory.folder=/tmp", "no state in a file"),
         ("train.memory.piece_mb=4", "all state on the device"),
         ("layout.trace_step=1001", "nothing is recorded"),
+        ("train.profile.steps=[999,1001]", "nothing is written; use [999, 1000]"),
+        ("train.profile.ranks=[1]", "no train.profile.steps"),
+        ("outer.every_steps=5", "no effect with outer.learners 0"),
+        ("outer.codec.name=int8", "no effect with outer.learners 0"),
+        ("outer.learners=2 outer.codec.error_feedback=0.5", "outer.codec.name none"),
+        ("outer.learners=4 outer.faulty=0", "no effect with outer.average mean"),
+        (
+            "outer.learners=2 outer.codec.name=int8 outer.codec.share=0.5",
+            "no effect with outer.codec.name int8",
+        ),
         (
             "checkpoint.interval=adaptive checkpoint.every_steps=5",
             "no effect with checkpoint.interval adaptive",

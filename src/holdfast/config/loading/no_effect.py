@@ -175,6 +175,13 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
             f"{list(profiled)} comes after the last step {steps}, so nothing is profiled",
             f"use {steps} or less",
         )
+    elif profiled is not None and profiled[1] > steps:
+        yield (
+            "train.profile.steps",
+            f"{list(profiled)} ends after the last step {steps}, and a profile is written after "
+            "its last step, so nothing is written",
+            f"use {[profiled[0], steps]}",
+        )
 
 
 def _of_the_decoder(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -267,6 +274,19 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
+    outer, codec = config.outer, config.outer.codec
+    rules += [
+        (key, not outer.is_on, "outer.learners 0")
+        for key in loaded.origins
+        if key.startswith("outer.") and key != "outer.learners"
+    ]
+    if outer.is_on:
+        rules += [
+            ("outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"),
+            ("outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"),
+            ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
+        ]
+    rules.append(("train.profile.ranks", not config.train.profile.steps, "no train.profile.steps"))
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))
         other = bool(chat.template_file) or chat.template != "folder"

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Never, Section
+from holdfast.errors import ConfigError
 
 Average = Literal[
     "mean",
@@ -89,10 +90,25 @@ class OuterConfig(Section):
         """Return True if the run has learners."""
         return self.learners > 0
 
+    def refuse_one_state(self, what: str, where: str, remedy: str) -> None:
+        """Raises ConfigError for a run with learners. what: it holds the state of one optimizer."""
+        if self.is_on:
+            raise ConfigError(
+                f"{what} holds one optimizer's state, and outer.learners {self.learners} have one "
+                "each",
+                where=where,
+                remedy=remedy,
+            )
+
     @property
     def is_robust(self) -> bool:
         """Return True if `average` is a rule that wrong changes do not move far."""
         return self.average not in ("mean", "token_weighted")
+
+    @property
+    def counts_faulty(self) -> bool:
+        """Return True if `average` takes a number of wrong changes."""
+        return self.average in ("trimmed_mean", "krum", "multi_krum")
 
     @property
     def sends_all(self) -> bool:

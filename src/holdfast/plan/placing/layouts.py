@@ -92,10 +92,11 @@ def _idle_replica_error(config: RunConfig, step: int, least: int, replicas: int)
         what, where = f"layout.workers {layout.workers} make {replicas} replicas", "layout.workers"
         most = max_workers(config, layout.workers)
         remedy = f"use {most} worker{'s' if most > 1 else ''} or fewer"
+    work = f"step {step} has {least} microbatch{'es' if least > 1 else ''} of {micro} samples"
+    if config.outer.is_on:
+        work = f"outer.learners is {least}"
     return LayoutError(
-        f"{what}, but step {step} has {least} microbatch{'es' if least > 1 else ''} of "
-        f"{micro} samples, "
-        f"so {replicas - least} would have nothing to do",
+        f"{what}, but {work}, so {replicas - least} would have nothing to do",
         where=where,
         remedy=remedy,
     )
