@@ -214,7 +214,7 @@ BAD_FUNCTIONS = {
     "numpy": ("import numpy\ndef tidy(text):\n    return numpy.bool_(True)", "returned numpy."),
     "random": ("import random\ndef tidy(text):\n    return str(random.random())", "two answers"),
     "state": (
-        "import os, time\ndef tidy(text):\n    return f'{text} {os.times().elapsed // 1e-9}'",
+        "import itertools\nn = itertools.count()\ndef tidy(text):\n    return f'{text} {next(n)}'",
         "two answers|the second time",
     ),
 }

@@ -30,7 +30,7 @@ from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
-from holdfast.data.stream.dataset import MANIFEST, Dataset
+from holdfast.data.stream.dataset import MANIFEST, Dataset, with_recipe_checksum
 from holdfast.errors import DataError
 
 COMPARED_BYTES = 64 << 20
@@ -111,7 +111,7 @@ def describe_recipe(config: DataConfig) -> str:
     head = (
         "# Prepares the same version elsewhere: holdfast data prepare THIS_FILE data.folder=NEW\n"
     )
-    return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return with_recipe_checksum(head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def _real_place(source: SourceConfig) -> str | None:

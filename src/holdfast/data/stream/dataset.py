@@ -318,6 +318,11 @@ def with_paths_checksum(places: dict[str, Any]) -> dict[str, Any]:
     return {**places, "xxh3": checksum(canonical_json(places))}
 
 
+def with_recipe_checksum(text: str) -> str:
+    """The content of `recipe.yaml`, with a checksum of the lines above in its last one."""
+    return f"{text}# {checksum(text.encode())}\n"
+
+
 def _read_source_paths(
     folder: Path, sources: int
 ) -> tuple[tuple[str | None, ...], tuple[str | None, ...], tuple[str | None, ...]] | None:

@@ -9,10 +9,12 @@ import numpy as np
 from holdfast.core.data.permutation import Permutation
 from holdfast.data.stream.dataset import (
     FORMAT_OF_WEIGHTS,
+    RECIPE,
     REMAKE_REMEDY,
     REMOVED,
     Dataset,
     file_checksum_or_none,
+    with_recipe_checksum,
 )
 from holdfast.data.stream.node_cache import NodeCache
 from holdfast.data.stream.reference import REFERENCES, check_reference
@@ -42,6 +44,12 @@ def find_problems(folder: str | Path | Dataset) -> list[str]:
             f"{dataset.folder / REMOVED}: its bytes are not what was written: run holdfast data "
             "prepare, which writes it again"
         )
+    recipe = dataset.folder / RECIPE
+    if dataset.cache is None and recipe.exists():
+        raw = recipe.read_bytes()
+        above = b"".join(raw.splitlines(keepends=True)[:-1]).decode(errors="replace")
+        if with_recipe_checksum(above).encode() != raw:
+            problems.append(f"{recipe}: its bytes are not what was written")
     stored = sorted((dataset.folder / REFERENCES).glob("*"))
     return problems + [problem for folder in stored for problem in check_reference(folder)]
 
