@@ -51,7 +51,9 @@ def _uses(runs: Sequence[str] | None) -> list[RunUse]:
     for each in named:
         run = open_run(each)
         if run.is_simulated:
-            say(f"{run.place} is simulated: no machine was paid; holdfast simulate prints dollars")
+            say(
+                f"{run.place} is simulated: no machine was paid; the simulation printed its dollars"
+            )
         with explain_read_errors(run.place):
             found[run.place] = use_of(run)
     return list(found.values())

@@ -35,7 +35,7 @@ def draft_postmortem(records: Sequence[Record]) -> str:
 
 def _summary(history: History) -> Iterator[str]:
     state = {
-        "running": "was interrupted, unless it is at work now (ask holdfast status). Its journal ends",
+        "running": "was interrupted, unless it is at work (ask holdfast status). Its journal ends",
         "empty": "has not begun, and stands",
         "stopped": "was stopped",
     }.get(history.state, history.state)
