@@ -51,9 +51,7 @@ def _uses(runs: Sequence[str] | None) -> list[RunUse]:
     for each in named:
         run = open_run(each)
         if run.is_simulated:
-            say(
-                f"{run.place} is simulated: no machine was paid; the simulation printed its dollars"
-            )
+            say(f"{run.place} is simulated: no machine was paid for its hours")
         with explain_read_errors(run.place):
             found[run.place] = use_of(run)
     return list(found.values())
