@@ -61,9 +61,14 @@ _HEAD = (
 
 _LEGEND = (
     "G: kept tokens, of those that the nodes alive could train. S_RPO: lost work; S_RTO: time to "
-    "recover;\nS_EO: cost without faults; S_J: slow nodes; S_P: preemptions with notice; 1 is "
-    "perfect.\nto 90 %: until 90 % of the throughput is back; RTO: until the next step"
+    "recover;\nS_EO: cost without faults, and how more and fewer nodes are used; S_J: slow nodes; "
+    "S_P: preemptions;\n1 is perfect. to 90 %: until 90 % of the throughput is back; RTO: until the "
+    "next step"
 )
+
+
+_MEASURED_BY = {"RPO": ("F1",), "RTO": ("F1",), "EO": ("F0", "F11"), "J": ("F8",), "P": ("F3",)}
+"""Scenarios that measure a part, of both levels."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +173,10 @@ def print_score(score: Score, card: ScoreCard) -> None:
         mark = {True: "holds", False: "BROKEN", None: "not tested"}[holds]
         print(f"gate, {name}: {mark} ({detail})")
     if score.score is None:
-        missing = [f"S_{part}" for part, value in score.vector.parts.items() if value is None]
-        print(f"no score: this set of scenarios does not measure {', '.join(missing)}")
+        missing = [part for part, value in score.vector.parts.items() if value is None]
+        add = dict.fromkeys(name for part in missing for name in _MEASURED_BY[part])
+        words = ", ".join(f"S_{part}" for part in missing)
+        print(f"no score: this set of scenarios does not measure {words}; {','.join(add)} would")
     else:
         print(f"Resilience Score {score.score:.1f}", end="")
         if score.interval is not None:

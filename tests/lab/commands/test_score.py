@@ -48,6 +48,13 @@ def test_weights_of_a_file_change_the_score(tmp_path: Path) -> None:
     assert "weights own: RPO 1.00" in within(*given, "--weights", weights).succeeds().out
 
 
+def test_the_scenarios_that_are_named_give_a_score(tmp_path: Path) -> None:
+    given = ["score", "--level", "0", "--out", str(tmp_path / "s"), "--scenario"]
+    named = re.search(r"no score: .*; (\S+) would", within(*given, "F1").succeeds().out)
+    assert named is not None
+    assert "Resilience Score " in within(*given, f"F1,{named[1]}").succeeds().out
+
+
 def test_a_scenario_of_another_level_is_refused() -> None:
     within("score", "--level", "1", "--scenario", "F13").refuses("level 1 has no scenario 'F13'")
 
