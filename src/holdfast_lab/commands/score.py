@@ -62,8 +62,8 @@ _HEAD = (
 _LEGEND = (
     "G: kept tokens, of those that the nodes alive could train. S_RPO: lost work; S_RTO: time to "
     "recover;\nS_EO: cost without faults, and how more and fewer nodes are used; S_J: slow nodes; "
-    "S_P: preemptions;\n1 is perfect. to 90 %: until 90 % of the throughput is back; RTO: until the "
-    "next step"
+    "S_P: preemptions;\n1 is perfect. to 90 %: until 90 % of the throughput is back; RTO: until "
+    "the next step"
 )
 
 
