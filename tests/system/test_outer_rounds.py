@@ -67,6 +67,7 @@ def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path
     _check(folder, _alone(run_file, "none"))
     hosts = {(e.rank, tuple(e.learners)) for e in run.events(OuterRound) if e.step == ROUNDS}
     assert sum(len(learners) for _, learners in hosts) == LEARNERS
+    assert "equal" in within("audit", "replay", folder, "--step", "2").succeeds().out
 
 
 SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))

@@ -191,6 +191,8 @@ def _read_progress(
         age = format_duration(max(0.0, time.time() - committed_at))
         parts.append(f"last checkpoint: step {now.checkpoint[0].step:,}, {age} ago")
     line = ", ".join(parts)
+    if run.is_simulated:
+        return now, f"simulated, nothing was trained: {parts[0]}"
     if is_live or now.state == "finished":
         return now, line
     places = (o["place"] for o in run.resolved["origins"].values() if o["kind"] == "file")

@@ -30,6 +30,10 @@ _LEGEND = (
     "a device waits\nfor communication; bubble: for other stages. with failures: expected "
     "throughput, of that without.\nknee: the last size that pays"
 )
+_USED = (
+    "used: the fastest layout leaves the other devices idle. They replace lost nodes, so failures "
+    "cost it less.\nDollars are those of the used nodes"
+)
 
 
 @app.command()
@@ -98,6 +102,8 @@ def scale(
         print(f"{config.name}: batch {config.train.batch_size}, nodes of {named}")
         _print_curve(curve, kept, pools_without_price(machines))
         print(_LEGEND)
+        if any(point.choice.devices < point.devices for point in curve.points):
+            print(_USED)
         plan = shlex.join(["holdfast", "plan", str(run_file), *(overrides or [])])
         print(f"next: {plan} --cluster NODESxDEVICESxNAME")
     if svg is not None:
@@ -121,7 +127,13 @@ def _row(curve: Curve, point: Point, knees: set[int]) -> list[str]:
     from holdfast.report.live.braille import split_bar
 
     efficiency = curve.efficiency(point)
-    marked = shown_knee(curve) == point
+    used, marks = point.choice.devices, list[str]()
+    if used < point.devices:
+        marks.append(f"{used:,} used")
+    if shown_knee(curve) == point:
+        marks.append("<- knee")
+    elif point.devices in knees:
+        marks.append("<- knee with degrees kept")
     return [
         f"{point.devices:,}",
         words_of_layout(point.choice),
@@ -133,7 +145,7 @@ def _row(curve: Curve, point: Point, knees: set[int]) -> list[str]:
         f"{point.bubble:.1%}",
         f"{point.available:.1%}",
         "?" if point.usd is None else f"{point.usd:,.2f}",
-        "<- knee" if marked else "<- knee with degrees kept" if point.devices in knees else "",
+        ", ".join(marks),
     ]
 
 

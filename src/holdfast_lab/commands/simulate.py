@@ -222,6 +222,12 @@ def print_outcomes(study: StudyResult) -> None:
     for outcome in study.outcomes:
         print(f"{outcome.case.words}: {_seconds_words(outcome)}")
     print(_LEGEND)
+    if not study.asked.is_until_done:
+        steps = study.request.loaded.config.train.steps
+        print(
+            f"sums are of the complete history, not of the run's {steps:,} steps: for those add "
+            "--until-done"
+        )
     print(f"next: {shlex.join(_next_plan(study))}")
 
 

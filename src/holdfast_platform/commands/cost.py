@@ -50,6 +50,8 @@ def _uses(runs: Sequence[str] | None) -> list[RunUse]:
     found: dict[str, RunUse] = {}
     for each in named:
         run = open_run(each)
+        if run.is_simulated:
+            say(f"{run.place} is simulated: no machine was paid for its hours")
         with explain_read_errors(run.place):
             found[run.place] = use_of(run)
     return list(found.values())

@@ -35,7 +35,7 @@ def draft_postmortem(records: Sequence[Record]) -> str:
 
 def _summary(history: History) -> Iterator[str]:
     state = {
-        "running": "is running or was lost (its journal has no end), and was seen last",
+        "running": "was interrupted, unless it is at work (ask holdfast status). Its journal ends",
         "empty": "has not begun, and stands",
         "stopped": "was stopped",
     }.get(history.state, history.state)

@@ -42,6 +42,14 @@ def test_dollars_without_a_price_are_left_out_and_the_pool_is_named() -> None:
     assert "no knee up to 16 devices" in out
 
 
+def test_devices_that_the_fastest_layout_leaves_idle_are_named() -> None:
+    asked = [RUN, "train.batch_size=4", "layout.tp=8", "layout.cp=1", "--cluster", "1x8xH100-80"]
+    out = within("scale", *asked, "--most", "64").succeeds().out
+    (most,) = (line for line in out.splitlines() if line.startswith("64 "))
+    assert most.endswith("32 used")
+    assert "They replace lost nodes" in out
+
+
 def test_degrees_that_are_given_are_kept() -> None:
     asked = [RUN, "layout.tp=8", "--cluster", "1x8xH100-80", "--most", "16", "--json"]
     value = json.loads(within("scale", *asked).succeeds().out)

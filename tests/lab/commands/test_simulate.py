@@ -94,6 +94,12 @@ def test_the_report_of_a_simulated_run_says_what_the_simulation_says(files: Path
     changes = [incident["title"] for incident in report["incidents"] if incident["planned"]]
     assert changes == ["n4 joined", "n5 joined"]
     assert "data prepare" not in within("report", "made").succeeds().err
+    status = within("status", "made")
+    assert status.code == 1  # nothing is at work
+    assert "simulated" in status.out
+    assert "continue with" not in status.out
+    assert "# Post-mortem: small" in within("postmortem", "made").succeeds().out
+    assert "simulated" in within("cost", "show", "made").succeeds().err
 
 
 def test_a_sweep_has_a_row_for_each_value(files: Path) -> None:

@@ -169,6 +169,14 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
             f"use {steps} or less",
         )
     profiled = config.train.profile.steps
+    most = config.layout.workers
+    far = [rank for rank in config.train.profile.ranks if most and rank >= most]
+    if profiled is not None and far and not config.cluster.node:
+        yield (
+            "train.profile.ranks",
+            f"names rank {far[0]}, and {most} workers have the ranks 0 to {most - 1}",
+            f"use {[r for r in config.train.profile.ranks if r < most] or [0]}",
+        )
     if profiled is not None and profiled[0] > steps:
         yield (
             "train.profile.steps",

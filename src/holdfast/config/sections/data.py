@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import gcd, lcm
 from typing import Literal
 
 from pydantic import Field, PrivateAttr
@@ -12,6 +14,16 @@ from holdfast.config.sections.stages import JOINS, StageConfig
 
 CHAT_KINDS = ("jsonl", "parquet", "huggingface")
 PREFERENCE_ROWS = ("preference", "unpaired_preference")
+MAX_EXACT_BLOCK = 100_000
+"""Samples after which the pattern of `data.mix` repeats, at most."""
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers with the ratio of weights; of weights of 0, zeros."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(each.denominator for each in fractions))
+    whole = [int(each * scale) for each in fractions]
+    return [each // max(1, gcd(*whole)) for each in whole]
 
 
 class SourceConfig(Section):
@@ -218,8 +230,14 @@ class DataConfig(Section):
                     f"mix.{index}.from_step {stage.from_step} must be above the one before it: "
                     f"use {before + 1} or more"
                 )
-            if not any(self.mix_weights()[index + 1].values()):
+            weights = list(self.mix_weights()[index + 1].values())
+            if not any(weights):
                 yield f"mix.{index}.weights are all 0: use a weight above 0 for one source"
+            elif sum(whole_weights(weights)) > MAX_EXACT_BLOCK:
+                yield (
+                    f"mix.{index}.weights have too many digits: use whole numbers with a sum of at "
+                    f"most {MAX_EXACT_BLOCK}"
+                )
 
     def _broken_stages(self) -> Iterator[str]:
         names = [source.mix_name for source in self.sources]

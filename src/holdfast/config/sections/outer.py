@@ -116,7 +116,7 @@ class OuterConfig(Section):
         return self.is_on and (self.codec.is_on or self.is_robust)
 
     def broken_rules(self) -> Iterator[str]:
-        if self.is_on and self.is_robust and 2 * self.faulty >= self.learners:
+        if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:
             yield (
                 f"faulty {self.faulty} of learners {self.learners} are no minority: use faulty "
                 f"{(self.learners - 1) // 2}"

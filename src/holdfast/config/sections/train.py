@@ -138,6 +138,8 @@ class ProfileConfig(Section):
     """ranks that are profiled; each writes `profiles/<generation>/rank<r>-steps<a>-<b>.json`"""
 
     def broken_rules(self) -> Iterator[str]:
+        if self.steps is not None and not self.ranks:
+            yield "ranks [] name no rank to profile: use [0]"
         if self.steps is not None and not 0 <= self.steps[1] - self.steps[0] < MAX_PROFILED_STEPS:
             first = self.steps[0]
             yield (

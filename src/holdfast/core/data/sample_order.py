@@ -17,19 +17,18 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import gcd, lcm
+from math import lcm
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.config.sections.data import MAX_EXACT_BLOCK, whole_weights
 from holdfast.core.data.permutation import Permutation
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ConfigError, DataError
 
 MAX_MIXTURE_BLOCK = 10_000
-MAX_EXACT_BLOCK = 100_000
 NEVER = 1 << 62
 """A position that no run reaches."""
 
@@ -117,10 +116,7 @@ class Mixture:
         """A mixture of just these weights, of which some may be 0. At each position the count of
         a source differs from its share by less than one. Raises ConfigError for weights whose
         block would have more than MAX_EXACT_BLOCK positions, or that are all 0."""
-        fractions = [Fraction(str(weight)) for weight in weights]
-        scale = lcm(*(each.denominator for each in fractions))
-        whole = [int(each * scale) for each in fractions]
-        counts = [each // max(1, gcd(*whole)) for each in whole]
+        counts = whole_weights(weights)
         if not 0 < sum(counts) <= MAX_EXACT_BLOCK:
             what = "are all 0" if not sum(counts) else "have too many digits"
             raise ConfigError(

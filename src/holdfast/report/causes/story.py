@@ -43,9 +43,12 @@ class GenerationStory:
 
     @property
     def topology(self) -> Topology | None:
-        """Return the placed replicas; None if the journal does not have them."""
+        """Return the placed replicas; None if the journal does not have them, as a simulated
+        one."""
         event = self.start.event if self.start is not None else None
-        return Topology.from_json(event.topology) if isinstance(event, GenerationStarted) else None
+        if not isinstance(event, GenerationStarted) or "replicas" not in event.topology:
+            return None
+        return Topology.from_json(event.topology)
 
     def node_of(self, rank: int | None) -> str:
         """Return the node of a rank; "" if it is not known."""
