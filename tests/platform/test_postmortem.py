@@ -44,6 +44,7 @@ def test_root_event_repeated_work_and_questions() -> None:
     assert "`1/agent/" in root
     assert "3 steps were done again, which is 3.0 s and 3,072 tokens" in draft
     assert "| 1 | 20.25 | 3.00 |" in draft
+    assert "rung" not in draft
     assert "What caused it" in draft.split("## Open questions")[1], "a SIGKILL has no known sender"
 
 

@@ -240,7 +240,14 @@ def _data(data: Path | None, model: Path | None, chat: Path | None, option: str)
         return STDLIB + lines
     source = _source(file)
     if chat is not None:
-        source["rows"] = _rows(chat, "preference" if option == "--preferences" else "messages")
+        rows = _rows(chat, "preference" if option == "--preferences" else "messages")
+        if option == "--chat" and rows in OBJECTIVES:
+            raise ConfigError(
+                "the first row has a preference, which needs an objective",
+                where=str(chat),
+                remedy="give the file as --preferences, not as --chat",
+            )
+        source["rows"] = rows
     return f"  sources:\n    - {yaml_word(source)}\n{lines}"
 
 

@@ -136,14 +136,14 @@ def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:
     if running is None:
         job = owner.submit(request)
         nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-        say(f"{job.owner} has accepted {nodes} as {job.job}")
+        say(f"{job.owner} has accepted {nodes} as job {job.job}")
         return job
     live = sum(each.is_live for each in owner.status(running))
     if live == running.nodes == request.all_nodes:
-        say(f"{running.owner} has {live} nodes of this run already, as {running.job}")
+        say(f"{running.owner} has {live} nodes of this run already, as job {running.job}")
         return running
     job = owner.resize(running, request)
-    say(f"{job.owner} brings {job.job} from {live} to {job.nodes} nodes")
+    say(f"{job.owner} brings job {job.job} from {live} to {job.nodes} nodes")
     return job
 
 

@@ -14,7 +14,7 @@ from holdfast.report.causes.explain import explain
 from holdfast.report.causes.finding import MODES, Finding, Mode
 from holdfast.report.formatting import format_duration, format_percent, format_plural
 from holdfast.report.history.history import History, build_history
-from holdfast.report.ledger.incidents import Incident, describe_rung
+from holdfast.report.ledger.incidents import RECOVERY_RUNGS, Incident
 from holdfast_platform.observe.costs import KINDS, costs_by, to_cents, use_of_records
 
 
@@ -83,7 +83,8 @@ _ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", "lost
 
 def _recovery(incident: Incident) -> str:
     seconds = "an unknown time" if incident.seconds is None else format_duration(incident.seconds)
-    return f"Training continued after {seconds}: {describe_rung(incident.rung)}."
+    how = RECOVERY_RUNGS.get(incident.rung, "no recovery")
+    return f"Training continued after {seconds}: {how}."
 
 
 def _repeated(history: History) -> Iterator[str]:

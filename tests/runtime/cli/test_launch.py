@@ -207,11 +207,11 @@ def test_another_number_of_nodes_while_the_job_runs(launched: Launched) -> None:
     launched("launch", "--nodes", "1", "launch.most_nodes=3")
     launched.wait_at_work(1)
     more = launched("launch", "--nodes", "3", "launch.most_nodes=3")
-    assert "local brings tiny from 1 to 3 nodes" in more.err
+    assert "local brings job tiny from 1 to 3 nodes" in more.err
     assert "spares" not in more.err, "the run was planned for three nodes"
     launched.wait_at_work(3)
     fewer = launched("launch", "--nodes", "2")
-    assert "local brings tiny from 3 to 2 nodes" in fewer.err
+    assert "local brings job tiny from 3 to 2 nodes" in fewer.err
     launched.wait(lambda: "leaves" in (launched.folder / "launch/node-2.log").read_text())
     assert launched.states == {"node-0": "running", "node-1": "running"}
     wider = launched("launch", "--nodes", "4")
@@ -226,7 +226,7 @@ def test_a_node_that_failed_is_started_again(launched: Launched) -> None:
     launched.wait_at_work(1)
     launched.script = AT_WORK
     again = launched("launch", "--nodes", "2")
-    assert "local brings tiny from 1 to 2 nodes" in again.err
+    assert "local brings job tiny from 1 to 2 nodes" in again.err
     assert launched.states == {"node-0": "running", "node-1": "running"}
     launched.wait_at_work(2)
 

@@ -304,6 +304,7 @@ def test_a_template_that_is_none_is_refused_with_its_line() -> None:
     ("rows", "row", "words"),
     [
         ("messages", {"text": "a"}, "'messages' is no list of messages; the row has ['text']"),
+        ("messages", {"chat": TALK}, "set field: chat in data.sources"),
         ("messages", {"mesages": TALK}, "'mesages': did you mean messages?"),
         ("messages", {"messages": [{"from": "gpt"}]}, "a message has no role"),
         ("messages", {"messages": [{"rol": "user", "content": "a"}]}, "'rol': did you mean role?"),

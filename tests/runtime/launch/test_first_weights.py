@@ -100,6 +100,9 @@ def test_init_writes_a_file_that_tunes_at_once(root: Path, tmp_path: Path) -> No
     path, base, rows = tmp_path / "tuned.yaml", root / "base", root / "rows.jsonl"
     within("init", path, "--chat", rows).refuses("--chat", "add --from FOLDER")
     within("init", path, "--from", base, "--chat", tmp_path / "none.jsonl").refuses("no such file")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    within("init", path, "--from", base, "--chat", pairs).refuses("--preferences")
     within("init", path, "--from", base, "--chat", rows).succeeds()
     folders = f"data.folder={tmp_path / 'data'}", f"folder={tmp_path / 'run'}", "layout.workers=1"
     done = within("train", path, *folders, "train.epochs=0.5").succeeds()

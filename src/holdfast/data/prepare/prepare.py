@@ -290,9 +290,10 @@ class _Preparation:
                 self.stages.removed(),
                 self.stages.leave_out if self.stages else None,
             )
-        except DataError:  # nothing is left of a source: the rules that did it are named first
-            for line in (line for plan in self.plans for line in self.stages.describe(plan)):
-                self.say(line)
+        except DataError:  # nothing is left of a source: what did it is named first
+            for plan in self.plans:
+                for line in (*self.stages.describe(plan), *self.chat.notes(plan, self._path)):
+                    self.say(line)
             raise
 
     def _path(self, stage: str, unit: Unit) -> Path:

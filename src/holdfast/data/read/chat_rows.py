@@ -95,10 +95,17 @@ def _objects(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, 
 
 def message_list(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(row.get(key), str | list) or (given := _objects(row, key, where)) is None:
-        raise refusal(
-            f"{key!r} is no list of messages; the row has {sorted(row)}", where, meant(key, row)
-        )
+        remedy = meant(key, row)
+        named = [k for k in row if _holds_messages(row[k])]
+        if named and remedy == FORM_REMEDY:
+            remedy = f"set field: {named[0]} in data.sources"
+        raise refusal(f"{key!r} is no list of messages; the row has {sorted(row)}", where, remedy)
     return given
+
+
+def _holds_messages(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and ("role" in first or "from" in first)
 
 
 def _content(value: Any, where: str) -> str:

@@ -188,7 +188,10 @@ def _require_documents(count: SourceCount, name: str) -> None:
     if count.documents > count.empty + count.duplicates + (count.removed or 0):
         return
     causes = ", ".join(count.causes())
-    remedy = "name files that hold text, or for chats their roles in data.chat.train_on"
+    remedy = (
+        "name files that hold text; in rows of chats, mend empty replies, or name the roles to "
+        "train on in data.chat.train_on"
+    )
     if count.removed:
         remedy = "let the rules of data.stages that are named above leave out less"
     elif count.duplicates > count.own_duplicates:

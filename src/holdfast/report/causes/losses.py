@@ -140,8 +140,11 @@ def _of_worker(
         certain = "SIGKILL" not in root.text
         if not certain:
             cause += " A signal killed it, and nothing says who sent it."
+    # An agent counts no steps: its records have the generation's first one.
+    done = [e.step for _, e in story.of(StepDone)] + [e.applied for _, e in story.of(WorkerHeld)]
+    step = max([root.record.event.step, *done])
     return make_finding(
-        story, mode, cause, rank, root.record, evidence, node=node, is_certain=certain
+        story, mode, cause, rank, root.record, evidence, node=node, step=step, is_certain=certain
     )
 
 

@@ -110,16 +110,18 @@ def make_finding(
     evidence: tuple[Evidence, ...],
     *,
     node: str | None = None,
+    step: int | None = None,
     is_certain: bool = True,
 ) -> Finding:
-    """Return a finding of this generation. node: None: that of the rank."""
+    """Return a finding of this generation. node: None: that of the rank. step: None: that of the
+    record."""
     return Finding(
         mode,
         cause,
         rank,
         story.node_of(rank) if node is None else node,
         story.number,
-        record.event.step,
+        record.event.step if step is None else step,
         record.time,
         evidence,
         is_certain,

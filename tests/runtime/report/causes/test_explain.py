@@ -169,7 +169,9 @@ def test_a_node_whose_agent_ended() -> None:
         trained(nodes=("a", "b")), WorkerLost(1, 0, "its agent has ended", "heartbeat", "b")
     )
     found = restart(run, "node_lost", "node b was lost (its agent has ended)", nodes=("a",))
-    assert not only(found, Mode.WORKER_CRASH, 1).is_certain
+    finding = only(found, Mode.WORKER_CRASH, 1)
+    assert not finding.is_certain
+    assert finding.step == 5, "an agent's record has the generation's first step"
 
 
 def test_a_rank_that_is_stuck_in_an_exchange_and_one_that_hangs() -> None:
