@@ -43,6 +43,7 @@ class DeviceKind:
     can_pin: the pages of a shared mapping can be locked for direct copies.
     lowest_stream_priority: of a stream that copies while other streams compute.
     pins_batches: batches are copied to the device from locked pages.
+    has_nvtx: NVTX names ranges of what runs on it.
     chunk_elements: logits that the loss holds at a time.
     float8_capability: the least compute capability with float8 products; (): no device of the kind.
     settings: environment of a worker, set before torch is imported. They replace a person's own.
@@ -65,6 +66,7 @@ class DeviceKind:
     can_pin: bool = False
     lowest_stream_priority: int = 0
     pins_batches: bool = True
+    has_nvtx: bool = False
     chunk_elements: int = 2**28
     float8_capability: tuple[int, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -170,6 +172,7 @@ DEVICES: Mapping[str, DeviceKind] = MappingProxyType(
                 inside="nccl",
                 between="nccl",
                 fills_node=True,
+                has_nvtx=True,
                 regroups_per_process=32,  # not measured
                 regroup_growth_bytes=2**32,  # not measured; a standby's context is in it
                 can_pin=True,

@@ -18,13 +18,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from holdfast.config.sections.train import ProfileConfig
+from holdfast.core.devices import device_kind
 from holdfast.events import Event, StepsProfiled
 
 logger = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT_S = 60.0
 """Seconds that the end of a run waits for a file."""
-_ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
 class StepProfiler:
@@ -64,10 +64,9 @@ class StepProfiler:
                 self._window, self._planned = (step, self._planned[1]), None
             else:
                 return
-            activities = {ProfilerActivity.CPU}
-            if self._device.type in _ACTIVITIES:
-                activities.add(_ACTIVITIES[self._device.type])
-            self._profile = profile(activities=activities)
+            known = ProfilerActivity.__members__
+            kinds = ("CPU", self._device.type.upper())
+            self._profile = profile(activities={known[kind] for kind in kinds if kind in known})
             self._profile.start()
         self._open(self._step_range, f"step {step}")
         self._open(self._phase_range, phase)
@@ -107,7 +106,7 @@ class StepProfiler:
 
     def _open(self, stack: ExitStack, name: str) -> None:
         stack.enter_context(record_function(name))
-        if self._device.type == "cuda":
+        if device_kind(self._device.type).has_nvtx:
             stack.enter_context(torch.cuda.nvtx.range(name))
 
     def _write(self, done: profile, first: int, last: int, request: int) -> None:
