@@ -15,7 +15,7 @@ from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.cli import data_versions
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, Overrides, RunArgument, RunFile, run_path
-from holdfast.cli.run_parents import describe_steps, open_parent, with_parents
+from holdfast.cli.run_parents import describe_steps, open_parent, texts_of, with_parents
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
@@ -239,16 +239,8 @@ def who_read(
 
 def _reads_of(run: Run, text: str, last: int) -> dict[str, Any]:
     """Raises DataError for a run whose data are no texts."""
-    config = run.config
-    if run.is_simulated or config.has_own_data:
-        raise DataError(
-            "the run trained on no texts of a dataset",
-            where=run.place,
-            remedy="name a run that was trained on texts",
-        )
-    dataset = open_dataset(run.dataset_location, config.data)
+    dataset, batches = texts_of(run)
     places = find_document(dataset, text)
-    batches = Batches(dataset, config.data, config.step_train, config.seed)
     reads = find_reads(read_journal(run.store), batches, places)
     names = sorted({f"{dataset.source_names[p.source]} ({p.split})" for p in places})
     kept, lost = (

@@ -12,11 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.options import Json, Overrides, RunFile, run_path
-from holdfast.cli.run_parents import describe_steps, with_parents
+from holdfast.cli.run_parents import describe_steps, texts_of, with_parents
 from holdfast.config.loading.load import load_config
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.prepare.stage_samples import SourceSample, StageSample, sample_sources
-from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.croissant import describe_croissant
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import open_dataset
@@ -300,16 +299,8 @@ def _touched(run: Path, names: set[str]) -> Iterator[tuple[str, dict[str, Any]]]
     """Yield a run, and those that it continues, each with the steps that read any of some documents
     of its dataset."""
     for place, opened, last in with_parents(open_run(run)):
-        config = opened.config
-        if opened.is_simulated or config.has_own_data:
-            raise DataError(
-                "the run trained on no texts of a dataset",
-                where=opened.place,
-                remedy="name a run that was trained on texts",
-            )
-        dataset = open_dataset(opened.dataset_location, config.data)
+        dataset, batches = texts_of(opened)
         named = find_named(dataset, names)
-        batches = Batches(dataset, config.data, config.train, config.seed)
         places = [one for found in named.values() for one in found]
         records = list(read_journal(opened.store))
         read = [n for n, found in named.items() if find_reads(records, batches, found).steps]

@@ -1,4 +1,4 @@
-"""The runs that a branch continues, and steps in words."""
+"""The runs that a branch continues, the texts that a run reads, and steps in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.core.data.data_ledger import merge_ranges
 from holdfast.data.order.audit import branch_event
-from holdfast.errors import UserError
+from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.dataset import Dataset
+from holdfast.data.stream.dataset_location import open_dataset
+from holdfast.errors import DataError, UserError
 from holdfast.events import RunBranched
 from holdfast.launch.run.runs import Run, named_path, open_run
 from holdfast.show.output import say
@@ -34,6 +37,20 @@ def open_parent(event: RunBranched) -> Run | None:
     except UserError:
         return None
     return run if str(run.resolved.get("run_id", "")) == event.parent_id else None
+
+
+def texts_of(run: Run) -> tuple[Dataset, Batches]:
+    """Open a run's dataset, and what each of its steps reads from it. Raises DataError for a run
+    whose data are no texts."""
+    config = run.config
+    if run.is_simulated or config.has_own_data:
+        raise DataError(
+            "the run trained on no texts of a dataset",
+            where=run.place,
+            remedy="name a run that was trained on texts",
+        )
+    dataset = open_dataset(run.dataset_location, config.data)
+    return dataset, Batches(dataset, config.data, config.step_train, config.seed)
 
 
 def describe_steps(steps: Sequence[int]) -> str:
