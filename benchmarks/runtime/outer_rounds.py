@@ -18,12 +18,13 @@ from itertools import product
 from math import inf, isfinite
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.outer import Average
 from holdfast.core.seeds import key_seed
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.errors import NonFiniteError
@@ -44,15 +45,7 @@ UPDATES: tuple[dict[str, Any], ...] = (
 SEEDS = (1, 2, 3)
 STUDENT_T_95 = 4.303  # two-sided, of three values
 HOSTILE_LEARNERS, HOSTILE_STEPS = 8, 10
-RULES = (
-    "mean",
-    "median",
-    "trimmed_mean",
-    "geometric_median",
-    "krum",
-    "multi_krum",
-    "centred_clipping",
-)
+RULES = tuple(rule for rule in get_args(Average) if rule != "token_weighted")
 Attack = Callable[[Tensor, Tensor, int], Tensor]
 """(honest changes, the honest changes of the round before, number of a hostile learner) -> its own.
 [learners, n] -> [n]"""

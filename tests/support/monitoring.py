@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,22 +62,34 @@ def receiver() -> Iterator[Receiver]:
     """A webhook on loopback."""
     found = Receiver()
 
+    def take(path: str, headers: dict[str, str], body: bytes) -> int:
+        found.headers.append(headers)
+        found.bodies.append(json.loads(body))
+        return found.answer
+
+    with posts_to(take) as address:
+        found.address = f"{address}/hook"
+        yield found
+
+
+@contextmanager
+def posts_to(take: Callable[[str, dict[str, str], bytes], int]) -> Iterator[str]:
+    """A server on loopback. take: gets path, headers and body of a POST, and returns the status."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            found.headers.append({name.lower(): value for name, value in self.headers.items()})
-            found.bodies.append(json.loads(body))
-            self.send_response(found.answer)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            self.send_response(take(self.path, headers, body))
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.address = f"http://127.0.0.1:{server.server_port}/hook"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield found
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

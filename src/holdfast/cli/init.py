@@ -142,6 +142,14 @@ def init(
             model=_model(from_, preferences),
             **train,
         )
+    _write_new(path, text)
+    say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
+    for note in notes:
+        say(note)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet. Raises UserError."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -158,9 +166,6 @@ def init(
             where=str(path.parent),
             remedy=f"make it first: mkdir -p {shlex.quote(str(path.parent))}",
         ) from None
-    say(f"wrote {path}; train it with: holdfast train {shlex.quote(str(path))}")
-    for note in notes:
-        say(note)
 
 
 def _resume_note(path: Path, source: Path) -> str:

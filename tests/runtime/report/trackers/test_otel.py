@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from holdfast.report.trackers.tracker import RunInfo
 from tests.runtime.report.trackers.test_process import deliver as deliver_by_process
 from tests.runtime.report.trackers.test_process import spec_of
 from tests.support.journal_builder import lossy_run, store_run
+from tests.support.monitoring import posts_to
 
 needs_otel = pytest.mark.skipif(not is_installed(OTEL_PACKAGE), reason="needs opentelemetry")
 
@@ -56,25 +55,13 @@ class OtlpReceiver:
 def otlp_receiver() -> Iterator[OtlpReceiver]:
     found = OtlpReceiver()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if found.status == 200:
-                found.take(self.path, body)
-            self.send_response(found.status)
-            self.end_headers()
+    def take(path: str, headers: dict[str, str], body: bytes) -> int:
+        if found.status == 200:
+            found.take(path, body)
+        return found.status
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with posts_to(take) as found.address:
         yield found
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def deliver(run: Path, address: str, delivered: int = 0) -> None:
