@@ -23,7 +23,7 @@ AXOLOTL: dict[str, Any] = {
     "model_type": "LlamaForCausalLM",
     "load_in_8bit": True,
     "chat_template": "llama3",
-    "datasets": [{"path": "somebody/chats", "type": "chat_template", "field_messages": "talk"}],
+    "datasets": [{"path": "org/chats", "type": "chat_template", "field_messages": "talk"}],
     "val_set_size": 0.05,
     "output_dir": "out",
     "sequence_len": 128,
@@ -120,7 +120,7 @@ def test_a_configuration_of_axolotl(tiny: Path, tmp_path: Path) -> None:
     assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (4, 8.0, 0.1)
     assert config.lora.targets == ("q_proj", "v_proj")
     (source,) = config.data.sources
-    assert (source.kind, source.path, source.rows) == ("huggingface", "somebody/chats", "messages")
+    assert (source.kind, source.path, source.rows) == ("huggingface", "org/chats", "messages")
     assert config.data.validation_fraction == 0.05
     assert config.checkpoint.every_steps == 20
     assert config.logging.trackers == ("wandb",)
