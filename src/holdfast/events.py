@@ -260,14 +260,16 @@ class WeightsDigest(Event, kind="weights_digest"):
     sha256: str
 
 
-class OuterRound(Event, kind="outer_round"):
+class OuterRound(Event, kind="outer_round", absent_if_empty={"fates"}):
     """A rank's part of round `step` of a run with `outer`, after its update. Each rank writes it;
-    `sha256` is the same on all of them, and for any number of workers."""
+    `sha256` is the same on all of them, and for any number of workers in mode fixed."""
 
     rank: int
     sha256: str  # of all weights
     learners: list[int]  # that this rank computed; none: it only tells of the weights
     sent_bytes: int  # of the learners' changes and their sums, that left this rank
+    # In mode free the ledger of the round: `core.data.learner_fates.LearnerFate` of each learner.
+    fates: list[dict[str, Any]] = field(default_factory=list)
 
 
 class StepTraced(Event, kind="step_traced"):
