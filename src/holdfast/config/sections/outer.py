@@ -73,8 +73,8 @@ class OuterFreeConfig(Section):
     quorum: Never[int] = Field(0, ge=0)
     """learners that must be done before a round closes without the rest; 0: more than half"""
     grace_seconds: Never[float] = Field(5.0, ge=0)
-    """seconds that the rest has after the quorum. A worker with more learners than others has more
-    time before they begin, at the pace of the quorum"""
+    """seconds that the rest has after the quorum. If workers have unlike numbers of learners, they
+    begin once the largest share could be done at the pace of the quorum"""
     late: Never[Literal["drop", "use"]] = "drop"
     """what a learner did that a close interrupted. use: it counts by the tokens that it read"""
 
@@ -177,8 +177,9 @@ class OuterConfig(Section):
         if self.is_free:
             yield (
                 f"outer.mode free: a round closes {self.free.grace_seconds:g} s after "
-                f"{self.quorum} of {self.learners} learners are done, so the curve depends on who "
-                "is late (promise 1); holdfast audit replay RUN --round N computes a round again"
+                f"{self.quorum} of {self.learners} learners are done. Promise 1 does not hold: the "
+                "curve depends on who is late. holdfast audit replay RUN --round N computes a "
+                "round again"
             )
         if not has_snapshots:
             yield (

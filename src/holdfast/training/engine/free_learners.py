@@ -3,7 +3,7 @@
 The close is that of `parallel/outer/round_close.py`, and the fates are those of
 `core/data/learner_fates.py`. A learner that is not used keeps the state of its optimizer. So the
 weights after a round are a function of the data and of the inner steps that each learner did. One
-process that is told these steps (`recorded`) computes the round again.
+process with the record of these steps (`recorded`) computes the round again.
 """
 
 from __future__ import annotations
