@@ -1,8 +1,7 @@
-"""Mode free of learners, from outside: whoever was slow or lost, one process computes each round
-again from the ledger, to the same bits.
+"""Mode free of learners, from outside: one process computes each round again from the ledger.
 
-A ledger is drawn from a seed: the number of workers, the codec, what becomes of late learners, who
-is slow and when, and who gets SIGKILL or SIGSTOP. `HOLDFAST_FREE_LEDGERS` says how many are tried.
+Workers are slow, killed or stopped meanwhile. A seed draws the number of workers, the codec, the
+fate of late learners and the faults. `HOLDFAST_FREE_LEDGERS` says how many are tried.
 """
 
 from __future__ import annotations
