@@ -42,7 +42,7 @@ from holdfast.elastic.coordinator.survivors import RecoveryPlanner
 from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport, StartState
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
-from holdfast.errors import FencedError
+from holdfast.errors import CheckpointError, FencedError
 from holdfast.layout import Topology
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.policy.membership import transitions
@@ -158,6 +158,7 @@ class RoundRun(Simulation):
         self.line, self.parents = ["initial"], {"initial": ""}
         self.phases: dict[int, int] = {}  # of the open round of each generation that works
         self.starts: list[int] = []  # rounds that generations began from
+        self.is_refused = False  # no state in reach can be trusted
         self.noted: dict[int, int] = {}  # the same, as the run store has it before they begin
 
     def context(self, generation: int) -> SaveContext:
@@ -221,7 +222,10 @@ class RoundRun(Simulation):
             m.reign = transitions.term_superseded(m.reign, self.now)
         except PlanOutdatedError:
             pass
+        except CheckpointError:  # all that is in reach was given up: the coordinator tries again
+            self.is_refused = True
         else:
+            self.is_refused = False
             self.begun[number] = Begun(record_of(self.store, number), made.start)
             step = made.start.step
             assert step >= reachable, f"{number} begins from round {step}, of {reachable} there"
@@ -479,12 +483,12 @@ def _schedule(seed: int) -> RoundRun:
     for name in run.machines:
         run.back(name)
     end = run.now + QUIET
-    while run.now < end and not _all_train(run):
+    while run.now < end and not _all_train(run) and not run.is_refused:
         run.run(run.now + 1)
-    assert _all_train(run), f"seed {seed}: not all train"
+    assert run.is_refused or _all_train(run), f"seed {seed}: not all train"
     reached = len(run.line)
     run.run(run.now + 10)
-    assert len(run.line) > reached, f"seed {seed}: no round after round {reached}"
+    assert run.is_refused or len(run.line) > reached, f"seed {seed}: no round after {reached}"
     run.loop.close()
     return run
 
@@ -493,6 +497,7 @@ def test_no_schedule_lets_an_old_or_unrelated_state_win() -> None:
     runs = [_schedule(seed) for seed in range(SCHEDULES)]
     starts = [step for run in runs for step in run.starts]
     assert sum(step > 0 for step in starts) > SCHEDULES
+    assert sum(run.is_refused for run in runs) <= SCHEDULES // 50, "a run hardly ever gives up"
     rounds = sum(len(run.line) for run in runs)
     print(f"{SCHEDULES} schedules, {len(starts)} generations, {rounds} rounds")
 
