@@ -10,7 +10,6 @@ import typer
 
 from holdfast.cli.options import Json, Overrides, RunFile
 from holdfast.show.output import print_json, print_table, say
-from holdfast_platform.search.mix import MIX, MixRunner, make_search
 from holdfast_platform.search.mix_fit import LEAST_RUNS
 
 
@@ -33,7 +32,7 @@ def mix_search(
     show: Annotated[bool, typer.Option("--show", help="run nothing, show the trials")] = False,
     json: Json = False,
 ) -> int:
-    """Find the weights of data.sources for the least validation loss, with many small runs.
+    """Find weights of data.sources with many small runs.
 
     Each trial is a run of the run file with a random mixture. A regression predicts the loss of any
     mixture from these (RegMix, Liu et al. 2024). The mixture with the least predicted loss is
@@ -49,6 +48,8 @@ def mix_search(
           train.evaluate.sources=[docs] --jobs 2
       holdfast data mix-search run.yaml train.steps=300 --max-passes 4 > mix.yaml
     """
+    from holdfast_platform.search.mix import MIX, MixRunner, make_search
+
     search = make_search(run_file, overrides or [], folder, trials, check, jobs, max_passes, seed)
     runner = MixRunner(search, say)
     if show:
