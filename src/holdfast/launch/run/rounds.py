@@ -31,7 +31,7 @@ from holdfast.wire.journal import read_journal
 
 CODECS = ("none", "bf16", "int8", "int4", "int2", "topk")
 AUTO_CODECS = ("none", "bf16", "int8", "int4")
-"""Those that are chosen without being asked for. `int2` and `topk` lose a large part of a change."""
+"""Those that are chosen unasked. `int2` and `topk` lose a large part of a change."""
 MEASURE_LIMIT_S = 300.0
 _MBIT = 1e6 / 8
 _SHORT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?")
