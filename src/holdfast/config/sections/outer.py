@@ -103,9 +103,9 @@ class OuterConfig(Section):
             )
 
     @property
-    def is_sum(self) -> bool:
-        """Return True if `average` can be made of the sum of all changes alone."""
-        return self.average in ("mean", "token_weighted")
+    def needs_all(self) -> bool:
+        """Return True if `average` takes each change, and not only the sum of all."""
+        return self.average not in ("mean", "token_weighted")
 
     @property
     def counts_faulty(self) -> bool:
@@ -115,7 +115,7 @@ class OuterConfig(Section):
     @property
     def sends_all(self) -> bool:
         """Return True if each worker gets the change of each learner, and not only their sum."""
-        return self.is_on and (self.codec.is_on or not self.is_sum)
+        return self.is_on and (self.codec.is_on or self.needs_all)
 
     def broken_rules(self) -> Iterator[str]:
         if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:

@@ -197,7 +197,7 @@ def codec_choices(
     times = json.loads(done.stdout)
     found = []
     for name in names:
-        if name == "none" and not outer.is_robust:
+        if name == "none" and not outer.needs_all:
             found.append(CodecChoice(name, 0))
             continue
         size = payload_bytes(name, outer.codec.share, values)

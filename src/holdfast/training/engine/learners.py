@@ -81,7 +81,7 @@ class LearnerExecutor(Executor):
         self._every = config.outer.every_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
-        self._rule = "" if config.outer.is_sum else config.outer.average
+        self._rule = config.outer.average if config.outer.needs_all else ""
         self._faulty = config.outer.faulty
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None

@@ -42,7 +42,7 @@ from holdfast.elastic.coordinator.survivors import RecoveryPlanner
 from holdfast.elastic.protocol.coordinator_messages import AgentFacts, NodeReport, StartState
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, record_of
-from holdfast.errors import CheckpointError, FencedError
+from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.plan.placing.planner import plan_layout
 from holdfast.policy.membership import transitions
@@ -222,8 +222,8 @@ class RoundRun(Simulation):
             m.reign = transitions.term_superseded(m.reign, self.now)
         except PlanOutdatedError:
             pass
-        except CheckpointError:  # all that is in reach was given up: the coordinator tries again
-            self.is_refused = True
+        except HoldfastError as error:  # the coordinator tries again
+            self.is_refused = isinstance(error, CheckpointError)  # all in reach was given up
         else:
             self.is_refused = False
             self.begun[number] = Begun(record_of(self.store, number), made.start)
