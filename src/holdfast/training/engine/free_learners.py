@@ -78,12 +78,15 @@ class FreeLearnerExecutor(LearnerExecutor):
         self._exchange, close = exchange, self._open_close()
         self._close = close
         try:
+            self.times.start()
             for learner, batch in share:
                 loss, done = self._run_round(learner, batch, listener)
+                self.times.lap("inner")
                 progress = self._progress(batch, close.steps_of(learner, done))
                 if self._counts(progress.steps):
                     changes = self._changes(progress.tokens)
                     exchange.send(learner, self._encode(learner, changes, codec))
+                    self.times.lap("codec")
                 else:
                     loss = torch.zeros_like(loss)
                 losses.append(loss)
@@ -98,14 +101,17 @@ class FreeLearnerExecutor(LearnerExecutor):
         )
         used = [row.learner for row in self.fates if row.is_used]
         payloads, device = exchange.wait_for_all(used), self._working[0].device
+        self.times.lap("wait")
         nothing = torch.zeros(count, device=device)
         for row in self.fates:
             flat = nothing
             if row.is_used:
                 flat = codec.decode(payloads[row.learner].to(device), count)
+                self.times.lap("codec")
             elif row.learner in self._own:
                 self._keep_state(self._own.index(row.learner))
             self._give(row.learner, self._split(flat), listener)
+            self.times.lap("give")
 
     def _open_close(self) -> _Close:
         free, recorded = self._outer.free, self.recorded

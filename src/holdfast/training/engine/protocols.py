@@ -14,6 +14,7 @@ from holdfast.data.stream.loader import StepBatch
 from holdfast.events import Event
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.training.engine.state import LocalTensor
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import Wishes
 
 
@@ -72,10 +73,11 @@ class Saver(Protocol):
 class LearnerStates(Protocol):
     """What a rank keeps of the learners that it computes; see `training/engine/learners.py`.
 
-    on_progress: called after each inner step. fates: of the round that was computed last, by
-    learner; empty if each learner does all of its round.
+    on_progress: called after each inner step. times: seconds of the newest round by phase. fates:
+    of the round that was computed last, by learner; empty if each learner does all of its round.
     """
 
+    times: PhaseTimer
     on_progress: Callable[[], None]
     fates: Sequence[LearnerFate]
 

@@ -267,7 +267,7 @@ class GenerationEntry:
         if self.config.outer.is_on and (step := found.resolution.step):
             sha256 = digest_of_weights(self.config, session.engine.state())
             fates = session.engine.history.fates_of(step)
-            events.append(OuterRound(self.rank, sha256, [], 0, fates, step=step))
+            events.append(OuterRound(self.rank, sha256, [], 0, fates=fates, step=step))
         session.engine.history.unreported_step = 0
         self.timer.lap("events")
         return RecoveryResult(
