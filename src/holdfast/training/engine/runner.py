@@ -364,7 +364,7 @@ class TrainingLoop:
         times = {} if self.engine.learners is None else self.engine.learners.times.phases
         seconds = (times.get(phase, 0.0) for phase in ("inner", "codec", "wait"))
         fates = self.engine.history.fates_of(batch.step)
-        return OuterRound(self.rank, sha256, learners, sent, *seconds, fates, step=batch.step)
+        return OuterRound(self.rank, sha256, learners, sent, *seconds, fates=fates, step=batch.step)
 
     def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that
