@@ -141,6 +141,19 @@ def test_a_made_trace_needs_no_file(files: Path) -> None:
     assert one["interruptions"] != two["interruptions"] or one["tokens"] != two["tokens"]
 
 
+def test_a_made_trace_has_the_losses_of_the_cluster_file(files: Path) -> None:
+    def losses(per_day: float, *more: str) -> int:
+        given = f"    losses_per_day: {per_day}\n"
+        (files / "machines.yaml").write_text(MACHINES + given)
+        words = ["simulate", "run.yaml", "--cluster", "machines.yaml", "--make", "failures"]
+        made = within(*words, "--days", "20", "--json", *more).succeeds()
+        count: int = json.loads(made.out)["outcomes"][0]["histories"][0]["interruptions"]
+        return count
+
+    assert losses(0.05) < losses(1.0) / 5
+    assert losses(1.0, "--set", "per_node_year=9") < losses(1.0) / 5
+
+
 def test_notices_spare_work(files: Path) -> None:
     found = answer("--sweep", "notice_s=0,60", "--set", "replicas_go_on=0")
     without, noticed = (outcome["histories"][0] for outcome in found["outcomes"])
