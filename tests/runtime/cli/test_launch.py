@@ -218,6 +218,15 @@ def test_another_number_of_nodes_while_the_job_runs(launched: Launched) -> None:
     assert "further nodes are spares until" in wider.err
 
 
+def test_a_refused_number_of_nodes_is_not_remembered(launched: Launched) -> None:
+    launched("launch", "--nodes", "1", "launch.most_nodes=3")
+    before = read_resolved(launched.folder)
+    refused = launched("launch", "--nodes", "2", "cluster.metrics_port=9999")
+    refused.refuses_last("cluster.metrics_port: all 2 nodes are on this machine")
+    assert read_resolved(launched.folder) == before
+    assert launched.states == {"node-0": "running"}
+
+
 def test_a_node_that_failed_is_started_again(launched: Launched) -> None:
     launched.script = f'case $0 in node-1) echo "no GPU"; exit 2;; esac; {AT_WORK}'
     launched("launch", "--nodes", "2")
