@@ -15,6 +15,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.sections.task import SCRIPT_TASK
+from holdfast.config.sections.train import SCHEDULES_WITHOUT_FINAL_RATIO
 from holdfast.options.registry import option_keys
 
 
@@ -108,10 +109,10 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
             f"use {max(1, room)} or less",
         )
     key = "train.schedule.final_ratio"
-    if schedule.kind == "constant" and _given(loaded, key):
+    if schedule.kind in SCHEDULES_WITHOUT_FINAL_RATIO and _given(loaded, key):
         yield (
             key,
-            "has no effect with schedule.kind constant",
+            f"has no effect with schedule.kind {schedule.kind}",
             "use train.schedule.kind linear, or remove it",
         )
 
@@ -282,6 +283,9 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
+    if not config.lora.rank and _written(loaded, "lora.rank"):
+        what = "0 means no adapters, so all weights of the model are trained"
+        yield "lora.rank", what, "use lora.rank 8 for adapters, or remove it"
     outer, codec = config.outer, config.outer.codec
     rules += [
         (key, not outer.is_on, "outer.learners 0")
