@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 256  # values with one scale
-CHUNK = 4096  # values among which the largest are chosen; an index of 16 bits reaches all
+from holdfast.core.round_bytes import BLOCK, CHUNK, kept_of, payload_bytes, runs_of
 
 
 @dataclass(frozen=True)
@@ -42,29 +41,23 @@ class Codec:
 def make_codec(name: str, share: float) -> Codec:
     """Return the codec that the run file names. share: of the values that `topk` keeps. Raises
     ValueError for an unknown name."""
+    size = partial(payload_bytes, name, share)
     if name == "none":
-        return Codec(lambda n: 4 * n, _bytes, lambda payload, n: payload.view(torch.float32))
+        return Codec(size, _bytes, lambda payload, n: payload.view(torch.float32))
     if name == "bf16":
-        return Codec(lambda n: 2 * n, _encode_bf16, _decode_bf16)
+        return Codec(size, _encode_bf16, _decode_bf16)
     if name in ("int8", "int4"):
         bits = int(name.removeprefix("int"))
-        encode, decode = partial(_encode_blocks, bits), partial(_decode_blocks, bits)
-        return Codec(lambda n: _count(n, BLOCK) * (BLOCK * bits // 8 + 4), encode, decode)
+        return Codec(size, partial(_encode_blocks, bits), partial(_decode_blocks, bits))
     if name == "topk":
-        kept = max(1, round(share * CHUNK))
-        encode, decode = partial(_encode_largest, kept), partial(_decode_largest, kept)
-        return Codec(lambda n: _count(n, CHUNK) * kept * 4, encode, decode)
+        kept = kept_of(share)
+        return Codec(size, partial(_encode_largest, kept), partial(_decode_largest, kept))
     raise ValueError(f"no codec {name!r}")
-
-
-def _count(values: int, size: int) -> int:
-    """How many runs of `size` hold so many values."""
-    return -(-values // size)
 
 
 def _rows(values: Tensor, size: int) -> Tensor:
     """values: [n] -> [runs, size], the last one filled with zeros"""
-    missing = _count(values.numel(), size) * size - values.numel()
+    missing = runs_of(values.numel(), size) * size - values.numel()
     return pad(values, (0, missing)).view(-1, size)
 
 
@@ -94,7 +87,7 @@ def _encode_blocks(bits: int, values: Tensor) -> Tensor:
 
 
 def _decode_blocks(bits: int, payload: Tensor, count: int) -> Tensor:
-    blocks = _count(count, BLOCK)
+    blocks = runs_of(count, BLOCK)
     scales = payload[: 4 * blocks].clone().view(torch.float32).view(-1, 1)
     stored = payload[4 * blocks :]
     if bits == 4:
@@ -112,7 +105,7 @@ def _encode_largest(kept: int, values: Tensor) -> Tensor:
 
 
 def _decode_largest(kept: int, payload: Tensor, count: int) -> Tensor:
-    chunks = _count(count, CHUNK)
+    chunks = runs_of(count, CHUNK)
     half = 2 * chunks * kept
     places = payload[:half].view(torch.int16).to(torch.int64).view(chunks, kept)
     found = payload[half:].clone().view(torch.bfloat16).to(torch.float32).view(chunks, kept)

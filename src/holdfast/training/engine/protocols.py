@@ -13,6 +13,7 @@ from holdfast.data.stream.loader import StepBatch
 from holdfast.events import Event
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.training.engine.state import LocalTensor
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import Wishes
 
 
@@ -72,10 +73,11 @@ class LearnerStates(Protocol):
     """What a rank keeps of the learners that it computes; see `training/engine/learners.py`.
 
     counts_alike: each learner counts once in the average; otherwise by its tokens. on_progress:
-    called after each inner step.
+    called after each inner step. times: seconds of the newest round by phase.
     """
 
     counts_alike: bool
+    times: PhaseTimer
     on_progress: Callable[[], None]
 
     def rate(self, step: int) -> float:
