@@ -208,8 +208,8 @@ def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
 def _with_loss_rate(
     made: str, of_generator: Mapping[str, float], request: PlanRequest
 ) -> tuple[Mapping[str, float], str]:
-    """Return the parameters of a generator, with the rate of losses of the pools that the layout
-    uses, and a sentence about it ("": none is due)."""
+    """Return the parameters of a generator and a sentence about its rate of losses ("": none is
+    due). The rate is that of the pools that the layout uses."""
     pools = request.problem.cluster.pools
     if not made or RATE in of_generator:
         return of_generator, ""

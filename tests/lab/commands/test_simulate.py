@@ -98,7 +98,10 @@ def test_the_report_of_a_simulated_run_says_what_the_simulation_says(files: Path
     assert status.code == 1  # nothing is at work
     assert "simulated" in status.out
     assert "continue with" not in status.out
-    assert "# Post-mortem: small" in within("postmortem", "made").succeeds().out
+    story = within("postmortem", "made").succeeds().out
+    assert "# Post-mortem: small" in story
+    assert "count from the start of the simulation" in story
+    assert "1970" not in story
     assert "simulated" in within("cost", "show", "made").succeeds().err
 
 

@@ -187,8 +187,7 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
     elif profiled is not None and profiled[1] > steps:
         yield (
             "train.profile.steps",
-            f"{list(profiled)} ends after the last step {steps}, and a profile is written after "
-            "its last step, so nothing is written",
+            f"{list(profiled)} ends after the last step {steps}, so the profile has fewer steps",
             f"use {[profiled[0], steps]}",
         )
 

@@ -149,7 +149,7 @@ class NodeAgent:
             await self._close_term()
 
     async def _close_term(self) -> None:
-        """Close the term of a leader whose run is over, so that the next start waits for nobody.
+        """Close the term of a leader whose run is over, so that the next start does not wait.
 
         The term of a run of one node is closed by its owner. A run folder that was lost, and a disk
         that is full, keep the term open: the next start asks, and gets no answer."""

@@ -394,8 +394,8 @@ def _describe_in_folder(
 
 @contextmanager
 def description_put_back(folder: Path) -> Iterator[None]:
-    """Put the files of a run's description back if the body raises a HoldfastError. So what was
-    refused is not told later as the run's setting."""
+    """Put the files of a run's description back if the body raises a HoldfastError. So no
+    command shows later what was refused."""
     before = {name: read_run_file(folder, name) for name in (RESOLVED_FILE, *DESCRIPTION_TEXTS)}
     try:
         yield
