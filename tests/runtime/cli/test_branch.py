@@ -349,11 +349,11 @@ def test_the_rate_of_a_longer_run_with_learners_counts_their_inner_steps(parent:
     short = TrainConfig(steps=6, schedule=linear)
     rounds = {"train": short, "outer": OuterConfig(learners=2, every_steps=10)}
     config = open_run(parent).config.model_copy(update=rounds)
-    long = config.model_copy(update={"train": short.model_copy(update={"steps": 12})})
+    long = config.model_copy(update={"train": short.model_copy(update={"steps": 18})})
     peak = short.optimizer.learning_rate
     _, note = branch_command(parent, config.model_dump(mode="json"), long)
-    # Round 6 ends with the last of 60 inner steps. The next inner step is number 61 of 120.
-    assert note == f" (the rate 0 becomes {peak * 59 / 120:.3g})"
+    # Round 6 ends with the last of 60 inner steps. The next inner step is number 61 of 180.
+    assert note == f" (the rate 0 becomes {peak * 119 / 180:.3g})"
 
 
 def test_another_batch_names_the_branch_that_has_it_from_its_first_step_on(

@@ -316,7 +316,7 @@ def test_of_launchers_of_a_run_in_a_bucket_one_starts_its_nodes(
 def test_a_run_that_was_never_launched(trained: Trained, tmp_path: Path) -> None:
     within("down", trained.folder).refuses("no launch of this run", "holdfast launch")
     for more in ((), ("--follow",)):  # the run's own logs
-        assert "finished after step 6" in within("logs", trained.folder, *more).succeeds().out
+        assert "RunFinished(step=6" in within("logs", trained.folder, *more).succeeds().out
     for command in ("status", "logs", "down"):
         within(command, tmp_path).refuses("there is no run here")
     copied = shutil.copytree(trained.folder, tmp_path / "copied")
