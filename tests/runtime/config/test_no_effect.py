@@ -58,7 +58,6 @@ def said(*overrides: str) -> list[str]:
         ("train.profile.steps=[999,1001]", "fewer steps; use [999, 1000]"),
         ("train.profile.ranks=[1]", "no train.profile.steps"),
         ("layout.workers=2 train.profile.steps=[1,2] train.profile.ranks=[5]", "use [0]"),
-        ("lora.rank=0", "no adapters, so all weights of the model are trained"),
         ("outer.every_steps=5", "no effect with outer.learners 0"),
         ("outer.codec.name=int8", "no effect with outer.learners 0"),
         ("outer.learners=2 outer.codec.error_feedback=0.5", "outer.codec.name none"),

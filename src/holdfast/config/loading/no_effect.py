@@ -282,9 +282,6 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
-    if not config.lora.rank and _written(loaded, "lora.rank"):
-        what = "0 means no adapters, so all weights of the model are trained"
-        yield "lora.rank", what, "use lora.rank 8 for adapters, or remove it"
     outer, codec = config.outer, config.outer.codec
     rules += [
         (key, not outer.is_on, "outer.learners 0")
