@@ -62,6 +62,7 @@ RUNTIME_COMMANDS = (
         data="prepare, inspect, verify and audit the training data",
         checkpoint="list, show, verify, compare, copy, prune and import checkpoints",
         prune="write a model with fewer weights or blocks",
+        stitch="put models that were trained apart together into one",
         branch="begin a new run from a checkpoint of another one",
         run="start or resume a run whose loop is your own script",
     ),
