@@ -50,9 +50,9 @@ class OuterCodecConfig(Section):
 
     name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk"]] = "none"
     """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. int2: with two
-    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker. auto: of
-    none, bf16, int8 and int4, the one with the shortest round by cluster.sites and by times
-    measured at the start; fixed from then on"""
+    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker. auto: a
+    start measures none, bf16, int8 and int4 and keeps the one with the shortest round by
+    cluster.sites"""
     share: Never[float] = Field(
         0.01, gt=0, le=1, description="topk: part of the values that is sent"
     )

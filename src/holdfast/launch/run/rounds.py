@@ -163,7 +163,12 @@ def _measured_times(path: Path) -> tuple[float, float]:
         for step, event in first.items()
         if step in done
     ]
-    steps = [event.inner_s / (every * len(event.learners)) for event in rounds if event.learners]
+    slowest: dict[int, float] = {}  # a round waits for its slowest worker
+    for event in rounds:
+        if event.learners:
+            seconds = event.inner_s / (every * len(event.learners))
+            slowest[event.step] = max(seconds, slowest.get(event.step, 0.0))
+    steps = list(slowest.values())
     if not rest or not steps:
         raise ConfigError(
             "this run has done no round whose seconds are known",
