@@ -1,6 +1,7 @@
 """Rounds of learners between two sites on an emulated link, next to what the planner predicts.
 
     python -m benchmarks.runtime.outer_links cells        # seconds and bytes of 24 cells
+    python -m benchmarks.runtime.outer_links named        # the compute share of the plan's rounds
     python -m benchmarks.runtime.outer_links heartbeats   # control requests beside a transfer
 
 Each site is one node with a network of its own. The kernel's token bucket limits the bits a second
@@ -8,8 +9,8 @@ in both directions. If the kernel has no netem, a process holds packets back. It
 (docs/studies/score.md).
 
 Before each cell, some rounds on a fast link give the seconds of an inner step, and those of a round
-without computing, coding and exchange. Bytes and the time of the exchange are predicted from what
-two copies reach on the link, and its latency.
+without computing, coding and exchange. The exchange is predicted from what two copies reach on the
+link, and from its latency.
 """
 
 from __future__ import annotations
@@ -201,7 +202,6 @@ def cells(folder: Path) -> int:
             f"{mbit_s} Mbit/s, {ms} ms, {every} steps: auto takes {chosen}, {behind:.1%} behind "
             f"{best}"
         )
-    named(folder, model, choices)
     print(
         f"of {count} cells, {near} rounds and {near_share} shares are within 10 %, and the bytes "
         f"of {near_bytes} within 2 %"
@@ -209,8 +209,10 @@ def cells(folder: Path) -> int:
     return 0
 
 
-def named(folder: Path, model: RoundModel, choices: list[CodecChoice]) -> None:
+def named(folder: Path) -> int:
     """Print the compute share at 100 Mbit/s with the inner steps that the planner names."""
+    prepare(folder)
+    model, choices = planned(folder)
     for codec in choices:
         if codec.name not in ("none", "int8"):
             continue
@@ -238,6 +240,7 @@ def named(folder: Path, model: RoundModel, choices: list[CodecChoice]) -> None:
             f"compute share {found.inner_s / found.round_s:.1%}",
             flush=True,
         )
+    return 0
 
 
 def shape(network: Network, mbit_s: float, ms: float, queue: Sequence[str] = DEEP) -> None:
@@ -305,13 +308,15 @@ def heartbeats(folder: Path, seconds: float, codec: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("cells", "heartbeats"))
+    parser.add_argument("part", choices=("cells", "named", "heartbeats"))
     parser.add_argument("--seconds", type=float, default=60, help="of control requests")
     parser.add_argument("--codec", default="none", help="heartbeats: outer.codec.name")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.part == "cells":
             return cells(Path(folder) / "links")
+        if options.part == "named":
+            return named(Path(folder) / "links")
         return heartbeats(Path(folder) / "links", options.seconds, options.codec)
 
 
