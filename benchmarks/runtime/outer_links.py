@@ -8,9 +8,9 @@ Each site is one node with a network of its own. The kernel's token bucket limit
 in both directions. If the kernel has no netem, a process holds packets back. It needs what F9 needs
 (docs/studies/score.md).
 
-Before each cell, some rounds on a fast link give the seconds of an inner step, and those of a round
-without computing, coding and exchange. The exchange is predicted from what two copies reach on the
-link, and from its latency.
+Before each cell, some rounds on a fast link give the seconds of an inner step. They also give those
+of a round without computing, coding and exchange. The exchange is predicted from what two copies
+reach on the link, and from its latency.
 """
 
 from __future__ import annotations
