@@ -27,7 +27,7 @@ from holdfast.data.prepare.prepare import prepare_dataset as make
 from holdfast.data.stages.task_pool import TaskPool
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
-from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
+from holdfast.data.stream.dataset_location import dataset_exists, is_address, open_dataset
 from holdfast.data.stream.document_reads import (
     document_hash,
     find_document,
@@ -67,14 +67,16 @@ def prepare(
       holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
     pool = _pool(on, address)
-    with StageProgress() as progress:
-        dataset = make(
-            _decoder_config(run_file, overrides, "data prepare").data,
-            progress.say,
-            progress.show,
-            pool=pool,
-            mend=True,
+    data = _decoder_config(run_file, overrides, "data prepare").data
+    far = [source.path for source in data.sources if source.path and is_address(source.path)]
+    if on == "ray" and far:
+        raise ConfigError(
+            f"the source {far[0].partition('?')[0]} would be fetched to this machine alone",
+            where="--on ray",
+            remedy="use --on local, or name a folder that the machines of the cluster share",
         )
+    with StageProgress() as progress:
+        dataset = make(data, progress.say, progress.show, pool=pool, mend=True)
     if json:
         print_json(dataset_numbers(dataset))
     else:

@@ -41,6 +41,7 @@ from holdfast.data.prepare.dataset_match import (
     source_places,
 )
 from holdfast.data.prepare.remote_prepare import upload_dataset
+from holdfast.data.prepare.remote_sources import fetch_sources
 from holdfast.data.prepare.stage_recipes import StagePreparation
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import RowDocuments
@@ -305,7 +306,8 @@ class _Preparation:
 
     def _plan(self) -> list[SourcePlan]:
         plans: list[SourcePlan] = []
-        for index, source in enumerate(self.config.sources):
+        sources = fetch_sources(self.config, self.say, self.progress)
+        for index, source in enumerate(sources):
             first = sum(len(p.units) for p in plans)
             given = self.config.tokenizer.place
             plans.append(plan_source(source, index, first, self.chat.format, given))
