@@ -270,6 +270,26 @@ class OuterRound(Event, kind="outer_round"):
     sent_bytes: int  # of the learners' changes and their sums, that left this rank
 
 
+class ServerUpdates(Event, kind="server_updates"):
+    """The updates of step `step` of a run with `server`. One rank writes them."""
+
+    is_synchronous: bool
+    width: int  # microbatches of a synchronous update
+    # By server, in the order in which it applied them: [number of the update in the run, worker,
+    # microbatch, updates that its weights lacked, tokens].
+    updates: list[list[list[int]]]
+    straggling: float  # time that lockstep would lose, as a part of the computation
+
+
+class UpdatesAdapted(Event, kind="updates_adapted"):
+    """From the next step on, the updates of a run with `server` are others."""
+
+    is_synchronous: bool
+    width: int  # microbatches of a synchronous update
+    straggling: float  # of this step
+    noise_scale: float  # B_simple, in samples; 0: not known
+
+
 class StepTraced(Event, kind="step_traced"):
     """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 

@@ -39,6 +39,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.core.format.manifest import Commit
 from holdfast.data.order.audit import audit_records
 from holdfast.errors import CorruptError, DataError, HoldfastError, RunFolderError, UserError
+from holdfast.events import ServerUpdates
 from holdfast.launch.run.runs import Run
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.wire.store.run_location import store_of_run
@@ -134,6 +135,7 @@ class _Job:
     digests: Mapping[int, Mapping[tuple[int, int], str]]  # as `PublicRecord.digests`
     commits: Mapping[int, str]
     device: str
+    updates: Mapping[int, ServerUpdates]  # as `PublicRecord.updates`
     vector_units: str  # that torch is asked for; "": it chooses
     meeting: str = ""  # the file in which ranks meet; "": there is one rank
 
@@ -206,7 +208,8 @@ def _job(
     where = dataset or run.dataset_location
     return _Job(
         *(run.folder, run.config, where, stretch, layout, record.skips, threads),
-        *(record.topologies, record.digests, record.commits, device, vector_units),
+        *(record.topologies, record.digests, record.commits, device, record.updates),
+        vector_units,
     )
 
 
@@ -335,6 +338,7 @@ def _open_session(job: _Job, rank: int) -> TrainingSession:
     from holdfast.plan.placing.planner import dealer_of
     from holdfast.tasks.choose import open_task
     from holdfast.training.engine.build import build_engine, connect_settings, make_session
+    from holdfast.training.engine.server_steps import ServerExecutor
 
     config, device = job.config, torch.device(device_kind(job.device).device(rank))
     select_device(device)
@@ -348,6 +352,8 @@ def _open_session(job: _Job, rank: int) -> TrainingSession:
     groups = connect(settings, topology, rank)
     dealer = dealer_of(topology, config.layout.schedule)
     engine = build_engine(config, groups, device, dealer=dealer, task=task)
+    if isinstance(engine.learners, ServerExecutor):
+        engine.learners.recorded = job.updates
     return make_session(config, engine, batches, device, task)
 
 

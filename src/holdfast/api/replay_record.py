@@ -18,6 +18,7 @@ from holdfast.events import (
     GenerationStarted,
     Record,
     RunBranched,
+    ServerUpdates,
     StepDone,
     WeightsDigest,
     WorkerReady,
@@ -54,6 +55,7 @@ class PublicRecord:
     digested: set[int] = field(default_factory=set)  # steps with the digests of all weights
     topologies: dict[int, Topology] = field(default_factory=dict)  # by generation
     processors: dict[int, set[str]] = field(default_factory=dict)  # by generation
+    updates: dict[int, ServerUpdates] = field(default_factory=dict)  # by step
     threads: dict[int, int] = field(default_factory=dict)  # by generation
     devices: dict[int, str] = field(default_factory=dict)  # by generation: its type
 
@@ -124,6 +126,8 @@ def _note(found: PublicRecord, record: Record) -> None:
     match event:
         case StepDone():
             found.done[event.step] = generation, event
+        case ServerUpdates():
+            found.updates[event.step] = event
         case WeightsDigest():
             found.digests.setdefault(event.step, {})[generation, event.rank] = event.sha256
         case GenerationStarted():

@@ -69,13 +69,16 @@ class Saver(Protocol):
 
 
 class LearnerStates(Protocol):
-    """What a rank keeps of the learners that it computes; see `training/engine/learners.py`.
+    """What a rank keeps of the learners that it computes; see `training/engine/learners.py`. With
+    `server`, of the servers' updates; see `server_steps.py`.
 
     counts_alike: each learner counts once in the average; otherwise by its tokens. on_progress:
-    called after each inner step.
+    called after each inner step. applies_update: `commit` changes the weights and what the run's
+    optimizer keeps, which every rank has.
     """
 
     counts_alike: bool
+    applies_update: bool
     on_progress: Callable[[], None]
 
     def rate(self, step: int) -> float:
@@ -92,6 +95,10 @@ class LearnerStates(Protocol):
 
     def commit(self) -> None:
         """The round that was computed last is applied."""
+        ...
+
+    def events(self) -> list[Event]:
+        """What one rank tells of the step that was applied last."""
         ...
 
 
