@@ -282,7 +282,7 @@ class ServerUpdates(Event, kind="server_updates"):
 
 
 class UpdatesAdapted(Event, kind="updates_adapted"):
-    """From the next step on, the updates of a run with `server` are others."""
+    """From the next step on, a run with `server` makes other updates."""
 
     is_synchronous: bool
     width: int  # microbatches of a synchronous update

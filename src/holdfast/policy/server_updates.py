@@ -43,23 +43,22 @@ class UpdateRule:
 
     def asks_for_weights(self, order: Sequence[int], done: int) -> bool:
         """Return True if a worker needs newer weights after its first `done` microbatches."""
-        if done >= len(order):
-            return False
-        return not self.is_synchronous or (
-            self.update_of(order[done - 1]) != self.update_of(order[done])
-        )
+        if not self.is_synchronous:
+            return done > 0
+        before = self.update_of(order[done - 1]) if done else 0
+        return self.update_of(order[done]) != before
 
     def may_continue(
-        self, order: Sequence[int], done: int, version: int, others: Iterable[int]
+        self, order: Sequence[int], done: int, version: int, other_counts: Iterable[int]
     ) -> bool:
         """Return True if a worker may get weights for the microbatch after its first `done`.
 
-        version: updates of the step so far. others: microbatches that each other worker has done,
-        of those that have not done all of theirs.
+        version: updates of the step so far. other_counts: microbatches that each other worker has
+        done, of those that have not done all of theirs.
         """
         if self.is_synchronous:
             return version >= self.update_of(order[done])
-        return done - min(others, default=done) <= self.staleness
+        return done - min(other_counts, default=done) <= self.staleness
 
     def largest_staleness(self, workers: int) -> int:
         """The most updates that weights may lack when their gradient is applied. While a worker
@@ -79,9 +78,10 @@ def rate_factor(scaling: RateScaling, microbatches: float, usual: int) -> float:
 
 
 def stale_rate_factor(scaling: RateScaling, staleness: int, usual: int) -> float:
-    """The factor of a gradient of one microbatch on weights that lack `staleness` updates. It is
-    that of an equal part of `usual` microbatches, or of 1 + staleness if there are more (Zhang et
-    al., 2016, divide by the staleness)."""
+    """The factor of a gradient of one microbatch on weights that lack `staleness` updates.
+
+    It counts as one of `usual` microbatches, or of 1 + staleness if these are more (Zhang et al.,
+    2016)."""
     return rate_factor(scaling, 1.0, max(usual, 1 + staleness))
 
 

@@ -23,22 +23,21 @@ class ServerConfig(Section):
     bounded_stale: each microbatch is an update, on weights that lack some of the newest ones.
     switching: one or the other, by the measured straggling"""
     update_microbatches: Never[int] = Field(1, ge=1, le=2**16)
-    """microbatches of a synchronous update, whose mean gradient it applies with the learning rate
-    of train"""
+    """microbatches of a synchronous update. The learning rate of train is that of their mean"""
     staleness: Never[int] = Field(2, ge=0, le=2**16)
     """bounded_stale: microbatches by which a worker may be ahead of the slowest (SSP, Ho et al.,
     2013)"""
     rate_scaling: Never[RateScaling] = "sqrt"
-    """the rate of another number of microbatches an update than update_microbatches: times the
-    quotient, or its square root. A stale gradient counts as one of 1 + staleness"""
+    """how the rate follows the microbatches of an update: by their quotient to
+    update_microbatches, or its square root. A stale gradient counts as a part of one"""
     max_update_microbatches: Never[int] = Field(0, ge=0, le=2**16)
-    """synchronous: an update grows by factors of 2 up to so many microbatches, when the gradient
-    noise scale is larger than it (McCandlish et al., 2018); 0: it never grows"""
+    """synchronous: most microbatches of an update, which doubles while the gradient noise scale is
+    larger (McCandlish et al., 2018); 0: it never grows"""
     noise_decay: Never[float] = Field(0.9, ge=0, lt=1)
     """part of the old mean that the noise scale keeps in each step"""
     straggling: Never[float] = Field(0.3, gt=0)
-    """switching: time that synchronous updates lose to the slowest worker, as a part of the
-    computation, above which a run becomes bounded_stale; below half of it, it is synchronous"""
+    """switching: the part of its time that lockstep may lose to the slowest worker. Above it, a run
+    becomes bounded_stale; below half of it, synchronous"""
 
     @property
     def is_on(self) -> bool:

@@ -1,8 +1,8 @@
 """Parameter servers between the workers of one step: each rank owns a shard of the weights.
 
     worker                                   server on each rank, for its shard
+    weights()                   <----------  sends its weights as soon as the rule allows
     push(microbatch, gradient)  ---------->  takes the gradient, applies it or waits for more
-    pull()                      <----------  answers as soon as the rule allows, with its weights
     finish()                    <----------  after the last update: weights, optimizer state, record
 
 A thread for each other rank serves that rank, so a slow one keeps no other waiting. Every shard has
@@ -33,7 +33,7 @@ from holdfast.policy.server_updates import UpdateRule
 
 _PUSH_TAG, _PULL_TAG, _FINAL_TAG = 1 << 20, 1 << 21, 1 << 22
 _CHECK_S = 0.2  # seconds between two looks at whether the group was given up
-_HEADER = 1  # numbers before a gradient or weights: the gradient's weight, or the server's rank
+_HEADER = 1  # numbers before a gradient: its weight in the mean
 _COLUMNS = 4  # of a record
 
 
@@ -125,7 +125,6 @@ class ServerStep:
         self._seconds: list[float] = []
         self._sent: list[object] = []  # of this rank's pushes
         self._answers: dict[int, object] = {}  # to each other rank, the last one
-        self._replies: list[tuple[Tensor, Work]] = []
         peers.forget_sends()
         self._records = [
             torch.zeros(_COLUMNS * rule.microbatches + 2 * number, dtype=torch.float64)
@@ -152,38 +151,39 @@ class ServerStep:
         """The microbatches of this rank, in the order in which it computes them."""
         return self._orders[self._peers.rank]
 
-    def push(
-        self, microbatch: int, weight: float, gradients: Sequence[Tensor], seconds: float
-    ) -> bool:
-        """Give each server its part of a gradient; return True if `pull` comes next. gradients: by
-        rank, [n]. seconds: that its computation took. Raises PeerLostError."""
-        self._seconds.append(seconds)
+    def weights(self) -> list[Tensor] | None:
+        """Return the weights for the next microbatch, by rank: [n]; None: those of the one before,
+        or of the run. Raises PeerLostError."""
         me, done = self._peers.rank, len(self._seconds)
-        pulls = self._rule.asks_for_weights(self.order, done)
-        self._replies = []
-        for peer in self._peers.others:
-            if not self._sizes[peer]:
-                continue
-            message = torch.cat([self._empty(_HEADER).fill_(weight), gradients[peer]])
-            self._sent.append((message, self._send(message, peer, _PUSH_TAG + microbatch)))
-            if pulls:
-                into = self._empty(_HEADER + self._sizes[peer])
-                self._replies.append((into, self._receive(into, peer, _PULL_TAG + microbatch)))
-        self._take(me, Push(microbatch, weight, gradients[me]))
-        return pulls
-
-    def pull(self) -> list[Tensor]:
-        """Return the weights of each shard, by rank: [n]. Raises PeerLostError."""
-        me = self._peers.rank
-        weights = [self._empty(0) for _ in self._sizes]
+        if not self._rule.asks_for_weights(self.order, done):
+            return None
+        tag = _PULL_TAG + self.order[done]
+        found = [self._empty(0) for _ in self._sizes]
+        answers = {
+            peer: self._empty(self._sizes[peer]) for peer in self._peers.others if self._sizes[peer]
+        }
+        receipts = [self._receive(into, peer, tag) for peer, into in answers.items()]
         self._wait_until(lambda: self._may_pull(me))
         with self._changed:
-            weights[me] = self._give_weights(me)
-        self._join([receipt for _, receipt in self._replies], "weights")
-        for into, _ in self._replies:
-            weights[int(into[0])] = into[_HEADER:]
+            found[me] = self._give_weights(me)
+        self._join(receipts, "weights")
+        for peer, into in answers.items():
+            found[peer] = into
         self._sent.clear()  # the servers answered, so the pushes have arrived
-        return weights
+        return found
+
+    def push(
+        self, microbatch: int, weight: float, gradients: Sequence[Tensor], seconds: float
+    ) -> None:
+        """Give each server its part of a gradient. gradients: by rank, [n]. seconds: that its
+        computation took. Raises PeerLostError."""
+        self._seconds.append(seconds)
+        for peer in self._peers.others:
+            if self._sizes[peer]:
+                message = torch.cat([self._empty(_HEADER).fill_(weight), gradients[peer]])
+                self._sent.append((message, self._send(message, peer, _PUSH_TAG + microbatch)))
+        me = self._peers.rank
+        self._take(me, Push(microbatch, weight, gradients[me]))
 
     def finish(self) -> tuple[list[Tensor], list[ServerRecord]]:
         """Wait for the last update of each shard. Return its final state, by rank: [m]; and what
@@ -219,19 +219,16 @@ class ServerStep:
         if not size:
             return
         try:
-            for done, microbatch in enumerate(order, start=1):
+            for done, microbatch in enumerate(order):
+                if self._rule.asks_for_weights(order, done):
+                    self._wait_until(lambda: self._may_pull(peer), errand)
+                    with self._changed:
+                        answer = self._give_weights(peer)
+                    self._answers[peer] = answer, self._send(answer, peer, _PULL_TAG + microbatch)
                 message = self._empty(_HEADER + size)
                 errand.wait(self._receive(message, peer, _PUSH_TAG + microbatch))
-                self._answers.pop(peer, None)  # it had them, or it would not push again
+                self._answers.pop(peer, None)  # it had them, or it would not push
                 self._take(peer, Push(microbatch, float(message[0]), message[_HEADER:]))
-                if not self._rule.asks_for_weights(order, done):
-                    continue
-                self._wait_until(lambda: self._may_pull(peer), errand)
-                with self._changed:
-                    found = self._give_weights(peer)
-                answer = torch.cat([self._empty(_HEADER).fill_(self._peers.rank), found])
-                sent = self._send(answer, peer, _PULL_TAG + microbatch)
-                self._answers[peer] = answer, sent
         except Exception as error:
             with self._changed:
                 self._error = self._error or error

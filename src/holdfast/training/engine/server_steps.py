@@ -104,7 +104,8 @@ class _ServedShard:
         total = sum(push.weight for push in pushes) or 1.0
         mean = torch.zeros_like(pushes[0].gradient)
         for push in pushes:
-            mean.add_(push.gradient, alpha=push.weight / total)
+            # In two operations: a fused one rounds the last elements of a shard otherwise.
+            mean.add_(push.gradient * (push.weight / total))
         if self._config.server.grows:
             for push in pushes:
                 self._add_squares(0, push.gradient)
@@ -257,11 +258,13 @@ class ServerExecutor(Executor):
         self._step = exchange
         try:
             for microbatch in exchange.order:
+                weights = exchange.weights()
+                if weights is not None:
+                    self._compute_with(weights)
                 begun = time.perf_counter()
                 weight, gradients = self._gradients(batches[microbatch], microbatch, found)
                 seconds = time.perf_counter() - begun
-                if exchange.push(microbatch, weight, gradients, seconds):
-                    self._compute_with(exchange.pull())
+                exchange.push(microbatch, weight, gradients, seconds)
                 listener.check()
                 self.on_progress()
             self._finals, records = exchange.finish()
