@@ -105,16 +105,16 @@ def test_a_disturbed_run_stays_in_bounds_and_can_be_replayed(
 def test_synchronous_updates_grow_alike_on_any_number_of_workers(
     run_file: Path, tmp_path: Path
 ) -> None:
-    found, grown = [], []
+    found, grown, steps = [], [], 30
+    synchronous = "server.mode=synchronous", "server.update_microbatches=2"
     for workers in (1, 3):
         folder = tmp_path / str(workers)
-        more = "server.update_microbatches=2", "server.max_update_microbatches=4"
-        run = _train(
-            run_file, folder, "server.mode=synchronous", f"layout.workers={workers}", *more
-        )
+        more = "server.max_update_microbatches=4", "server.noise_decay=0"
+        settings = *synchronous, f"layout.workers={workers}", *more
+        run = _train(run_file, folder, *settings, steps=steps)
         run.finish()
-        assert not _check_updates(folder, STEPS, BATCH, 0)
-        found.append(newest_tensors(folder, STEPS))
+        assert not _check_updates(folder, steps, BATCH, 0)
+        found.append(newest_tensors(folder, steps))
         grown.append([(e.step, e.width, e.noise_scale) for e in run.events(UpdatesAdapted)])
     assert found[0] == found[1]
     assert grown[0] == grown[1]
