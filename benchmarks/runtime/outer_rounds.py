@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import inf, isfinite
 from pathlib import Path
@@ -45,7 +47,7 @@ UPDATES: tuple[dict[str, Any], ...] = (
 SEEDS = (1, 2, 3)
 STUDENT_T_95 = 4.303  # two-sided, of three values
 HOSTILE_LEARNERS, HOSTILE_STEPS = 8, 10
-RULES = tuple(rule for rule in get_args(Average) if rule != "token_weighted")
+RULES = tuple(rule for rule in get_args(Average) if rule not in ("token_weighted", "rda"))
 Attack = Callable[[Tensor, Tensor, int], Tensor]
 """(honest changes, the honest changes of the round before, number of a hostile learner) -> its own.
 [learners, n] -> [n]"""
@@ -67,23 +69,42 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def _text() -> Tensor:
-    docs = Path(__file__).parents[2] / "docs"
-    return torch.tensor(list(b"".join(p.read_bytes() for p in sorted(docs.rglob("*.md")))))
+@dataclass(frozen=True)
+class Texts:
+    """Sources of samples, of which each has the same number. Of each, the last twentieth is held
+    out. sources: bytes [n] each."""
+
+    sources: tuple[Tensor, ...]
+
+    def samples(self, seed: int, first: int, count: int, length: int) -> TensorMicrobatch:
+        """Return the samples at some positions of the order of a seed."""
+        return self._draw(seed, first, count, length, False)
+
+    def held_out(self, count: int, length: int) -> TensorMicrobatch:
+        """Return samples of what is held out."""
+        return self._draw(0, 0, count, length, True)
+
+    def _draw(
+        self, seed: int, first: int, count: int, length: int, is_held_out: bool
+    ) -> TensorMicrobatch:
+        rows = []
+        for at in range(first, first + count):
+            text = self.sources[at % len(self.sources)]
+            split = len(text) * 19 // 20
+            low, high = (split, len(text)) if is_held_out else (0, split)
+            start = low + key_seed(seed, "sample", at) % (high - low - length - 1)
+            rows.append(text[start : start + length + 1])
+        drawn = torch.stack(rows)
+        return TensorMicrobatch(drawn[:, :-1], drawn[:, 1:], None, [], float(count * length))
 
 
-TEXT = _text()
-SPLIT = len(TEXT) * 19 // 20
+def bytes_of(folder: str, pattern: str) -> Tensor:
+    """Return the bytes of the files of a folder of this repository: [n]"""
+    files = sorted((Path(__file__).parents[2] / folder).rglob(pattern))
+    return torch.tensor(list(b"".join(path.read_bytes() for path in files)))
 
 
-def _samples(seed: int, first: int, count: int, low: int, high: int) -> TensorMicrobatch:
-    """The samples at some positions of the order of a seed, out of a range of the text."""
-    drawn = [
-        key_seed(seed, "sample", at) % (high - low - LENGTH - 1)
-        for at in range(first, first + count)
-    ]
-    rows = torch.stack([TEXT[low + start : low + start + LENGTH + 1] for start in drawn])
-    return TensorMicrobatch(rows[:, :-1], rows[:, 1:], None, [], float(count * LENGTH))
+DOCS = Texts((bytes_of("docs", "*.md"),))
 
 
 def config_of(seed: int, steps: int, optimizer: str, outer: dict[str, Any]) -> RunConfig:
@@ -117,27 +138,51 @@ def config_of(seed: int, steps: int, optimizer: str, outer: dict[str, Any]) -> R
     )
 
 
-def train(config: RunConfig) -> float:
-    """Train from initial weights; the loss on texts that were not trained on. A NaN anywhere is an
-    infinite loss."""
+def train(
+    config: RunConfig,
+    weights: list[Tensor] | None = None,
+    texts: Texts = DOCS,
+    held_out: int = 512,
+    steps: int | None = None,
+) -> float:
+    """Train; the loss on texts that were not trained on. A NaN anywhere is an infinite loss.
+
+    weights: the run begins with them and leaves its own there. None, or an empty list: initial
+    weights. held_out: samples of the loss. steps: fewer than the run has.
+    """
     topology = place_layout(Layout(), 1, ("here",))
     groups = connect(ConnectSettings(memory_store(), torch.device("cpu")), topology, 0)
     engine = build_engine(config, groups, torch.device("cpu"))
     engine.initialise(config.seed)
+    masters = engine.parameters.master_tensors
+    if weights:
+        with torch.no_grad():
+            torch._foreach_copy_(masters, weights)
+        engine.parameters.refresh()
+    length = config.data.sequence_length
     size, leaves = engine.train.microbatch_size, engine.plan.leaves(1)
     try:
-        for step in range(1, config.train.steps + 1):
+        for step in range(1, (config.train.steps if steps is None else steps) + 1):
             first = (step - 1) * size * leaves
             share = engine.begin(step)
-            engine.compute([_samples(config.seed, first + k * size, size, 0, SPLIT) for k in share])
+            engine.compute(
+                [texts.samples(config.seed, first + k * size, size, length) for k in share]
+            )
             engine.apply(engine.reduce())
     except NonFiniteError:
         return inf
-    held_out = _samples(0, 0, 512, SPLIT, len(TEXT))
+    if weights is not None:
+        weights[:] = [tensor.clone() for tensor in masters]
+    unseen = texts.held_out(held_out, length)
     with torch.no_grad():
-        loss = engine.executor.evaluate([held_out], lambda: None)
-    found = float(loss[0].flatten()[0]) / held_out.tokens
+        loss = engine.executor.evaluate([unseen], lambda: None)
+    found = float(loss[0].flatten()[0]) / unseen.tokens
     return found if isfinite(found) else inf
+
+
+@cache
+def _data_parallel(seed: int, steps: int, optimizer: str) -> float:
+    return train(config_of(seed, steps, optimizer, {}))
 
 
 def _interval(values: list[float]) -> str:
@@ -150,7 +195,7 @@ def compare_losses(
 ) -> None:
     """Print the loss of each cell over that of data parallelism, with 95 % intervals of 3 seeds."""
     for optimizer in optimizers:
-        base = {seed: train(config_of(seed, steps, optimizer, {})) for seed in SEEDS}
+        base = {seed: _data_parallel(seed, steps, optimizer) for seed in SEEDS}
         read = f"{steps * BATCH * LENGTH:,} bytes"
         print(f"{optimizer}: data parallel {mean(base.values()):.4f} nats, {read}")
         for learners, every in cells:
@@ -237,9 +282,11 @@ def main() -> None:
         compare_losses(given.steps, given.optimizers, cells)
     else:
         for codec in (
+            {"name": "none"},
             {"name": "bf16"},
             {"name": "int8"},
             {"name": "int4"},
+            {"name": "int2"},
             {"name": "topk", "share": 0.05},
         ):
             print(codec)

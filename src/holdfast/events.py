@@ -260,7 +260,7 @@ class WeightsDigest(Event, kind="weights_digest"):
     sha256: str
 
 
-class OuterRound(Event, kind="outer_round"):
+class OuterRound(Event, kind="outer_round", absent_if_empty={"inner_s", "codec_s", "waited_s"}):
     """A rank's part of round `step` of a run with `outer`, after its update. Each rank writes it;
     `sha256` is the same on all of them, and for any number of workers."""
 
@@ -268,6 +268,9 @@ class OuterRound(Event, kind="outer_round"):
     sha256: str  # of all weights
     learners: list[int]  # that this rank computed; none: it only tells of the weights
     sent_bytes: int  # of the learners' changes and their sums, that left this rank
+    inner_s: float = 0.0  # of the inner steps of all its learners
+    codec_s: float = 0.0  # of encoding its learners' changes, and decoding all
+    waited_s: float = 0.0  # for coded changes of other ranks
 
 
 class ServerUpdates(Event, kind="server_updates"):

@@ -8,6 +8,7 @@ number. `HOLDFAST_OUTER_SCHEDULES` says how many schedules are tried.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.round_bytes import bytes_to_each
+from holdfast.core.sharding.state_table import learner_shares
 from holdfast.events import GenerationStarted, OuterRound, Record, WorkerLost, WorkerStarted
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -68,6 +71,20 @@ def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path
     hosts = {(e.rank, tuple(e.learners)) for e in run.events(OuterRound) if e.step == ROUNDS}
     assert sum(len(learners) for _, learners in hosts) == LEARNERS
     assert "equal" in within("audit", "replay", folder, "--step", "2").succeeds().out
+    _check_plan(run_file, folder, run.events(OuterRound))
+
+
+def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
+    """What the workers sent is what `holdfast plan` predicts, and it reads the run's seconds."""
+    more = ("--sites", "2x1@100,20", "--measured", folder, "--json")
+    plan = json.loads(within("plan", run_file, *SETTINGS, *more).succeeds().out)
+    none, *coded = plan["rounds"]
+    measured = {event.sent_bytes for event in rounds if event.step < 4}
+    to_each = bytes_to_each(learner_shares(LEARNERS, 2), plan["values"], 0)
+    assert sorted(measured) == pytest.approx(sorted(set(to_each)), rel=0.02)
+    assert none["sent_bytes"] == max(to_each)
+    assert 0 < plan["inner_step_s"] < 60
+    assert all(cost["leaving_bytes"] < none["leaving_bytes"] for cost in coded)
 
 
 SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))

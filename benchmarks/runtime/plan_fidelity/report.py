@@ -10,6 +10,7 @@ from benchmarks.runtime.plan_fidelity.case import Case
 from benchmarks.runtime.plan_fidelity.fit import Fitted
 from benchmarks.runtime.plan_fidelity.floors import textbook, utilisation
 from holdfast.plan.hardware.devices import DeviceType
+from holdfast_platform.search.mix_fit import rank_correlation
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,6 @@ class Prediction:
     def error(self) -> float:
         """Signed, in percent of the measured throughput."""
         return 100 * (self.value / self.case.measured - 1)
-
-
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks; equal values share their mean rank."""
-    if min(len(set(one)), len(set(other))) < 2:
-        return 1.0
-    return statistics.correlation(_ranks(one), _ranks(other))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(sorted(values)):
-        places.setdefault(value, []).append(place)
-    return [statistics.mean(places[value]) for value in values]
 
 
 def summary(errors: Sequence[float]) -> str:

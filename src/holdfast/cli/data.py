@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from holdfast.cli import data_versions
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import Json, Overrides, RunArgument, RunFile, run_path
 from holdfast.cli.run_parents import describe_steps, open_parent, texts_of, with_parents
+from holdfast.cli.table import parts_of
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.data import DataConfig
@@ -413,3 +415,6 @@ app.command()(data_versions.versions)
 app.command()(data_versions.diff)
 app.command()(data_versions.croissant)
 app.command()(data_versions.lineage)
+for part in parts_of("data"):
+    name = part.name.replace("-", "_")
+    app.command(part.name)(getattr(import_module(part.module), name))

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.dispatch import app as make_app
-from holdfast.cli.options import Json, Overrides, RunFile
+from holdfast.cli.options import Json, Overrides, RunFile, refuse_beside
 from holdfast.cli.plan_alternatives import print_alternatives
 from holdfast.cli.plan_request import PlanRequest, read_plan_request
+from holdfast.cli.plan_rounds import print_rounds, read_round_request
 from holdfast.cli.plan_table import (
     loss_as_json,
     neighbours_as_json,
@@ -59,6 +60,20 @@ def plan(
     what_if: Annotated[
         str | None, typer.Option("--what-if", help=f"what would be left: {FORMS}")
     ] = None,
+    sites: Annotated[
+        str,
+        typer.Option(
+            "--sites",
+            help="outer.learners: sites as SITESxWORKERS@MBIT_S,LATENCY_MS in place of "
+            "cluster.sites, for example 2x1@100,20",
+        ),
+    ] = "",
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured", help="outer.learners: a run whose inner steps give the seconds of one"
+        ),
+    ] = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", help="write one step's timeline as SVG")
     ] = None,
@@ -66,7 +81,8 @@ def plan(
 ) -> None:
     """Choose the layout of a run, and show its runners-up, time, memory, money and energy.
 
-    Degrees that the run file gives are kept. Starts nothing and needs no device.
+    Degrees that the run file gives are kept. Starts nothing and needs no device. With
+    outer.learners, it shows the rounds of its sites: their time, bytes and money by codec.
 
     \b
     Example:
@@ -75,6 +91,7 @@ def plan(
       holdfast plan run.yaml layout.tp=8 --cluster cluster.yaml --objective tokens_per_usd
       holdfast plan run.yaml --cluster 16x8xH100-80 --what-if lost=3 --svg step.svg
       holdfast plan run.yaml --cluster 8xH100-80 --compare layout.tp=8 layout.pp=4,layout.tp=2
+      holdfast plan run.yaml outer.learners=4 --sites 2x1@100,20
     """
     asked = [*(overrides or []), *([f"plan.objective={objective}"] if objective else [])]
     if compare is not None:
@@ -85,6 +102,11 @@ def plan(
                 remedy="use them in a call of their own",
             )
         _compare(run_file, asked, cluster or "", compare, json=json)
+        return
+    rounds = read_round_request(run_file, asked, cluster or "", sites, measured)
+    if rounds is not None:
+        refuse_beside("outer.learners", {"--what-if": what_if, "--svg": svg})
+        print_rounds(rounds, ["holdfast", "train", str(run_file), *asked], json=json)
         return
     request = read_plan_request(run_file, asked, cluster or "")
     if what_if is not None:  # a loss that cannot be is refused before the plan is printed

@@ -19,7 +19,7 @@ GROUPS = (START, "Look", "Data and models", "Machines", "Lab", "Platform")
 class Command:
     name: str  # as the user types it
     module: str  # has the Typer application `app`
-    group: str  # one of GROUPS
+    group: str  # one of GROUPS, or a command that this one is a part of
     help: str  # what it does, in one line
 
 
@@ -62,6 +62,7 @@ RUNTIME_COMMANDS = (
         data="prepare, inspect, verify and audit the training data",
         checkpoint="list, show, verify, compare, copy, prune and import checkpoints",
         prune="write a model with fewer weights or blocks",
+        stitch="put models that were trained apart together into one",
         branch="begin a new run from a checkpoint of another one",
         run="start or resume a run whose loop is your own script",
     ),
@@ -88,6 +89,19 @@ def runtime_command(name: str) -> Command | None:
 @cache
 def all_commands() -> dict[str, Command]:
     """Return the commands of all installed packages by name, in the order of the help."""
+    commands = [command for command in _every_command() if command.group in GROUPS]
+    commands.sort(key=lambda command: GROUPS.index(command.group))
+    return {command.name: command for command in commands}
+
+
+def parts_of(name: str) -> list[Command]:
+    """Return what other packages add to a command of several parts. The function `module` has for
+    a part has its name, with underscores."""
+    return [command for command in _every_command() if command.group == name]
+
+
+@cache
+def _every_command() -> tuple[Command, ...]:
     from importlib.metadata import entry_points
 
     commands = list(RUNTIME_COMMANDS)
@@ -98,5 +112,4 @@ def all_commands() -> dict[str, Command]:
             if error.name != point.module.partition(".")[0]:
                 raise
             continue  # this package was removed after the installation
-    commands.sort(key=lambda command: GROUPS.index(command.group))
-    return {command.name: command for command in commands}
+    return tuple(commands)

@@ -111,6 +111,7 @@ class RunConfig(Section):
                 "train.microbatch_size auto needs formulas of the memory, which know no task: use "
                 "a number"
             )
+        yield from self._broken_rules_of_evaluation()
         experts = self.model.experts
         if experts is not None and self.lora.rank:
             yield (
@@ -155,6 +156,16 @@ class RunConfig(Section):
                 f"model.max_position {self.model.max_position}: "
                 f"use {self.model.max_position} or less"
             )
+
+    def _broken_rules_of_evaluation(self) -> Iterator[str]:
+        """Those of the sources whose validation text is measured."""
+        measured = self.train.evaluate.sources
+        if measured and self.has_own_data:
+            yield "train.evaluate.sources names data.sources, and this run has none: remove it"
+            return
+        names = [source.mix_name for source in self.data.sources]
+        if unknown := [name for name in measured if name not in names]:
+            yield f"train.evaluate.sources has {unknown[0]}, no source: use {', '.join(names)}"
 
     def _broken_rules_of_rollout(self) -> Iterator[str]:
         """Those of a run that generates its data."""

@@ -9,23 +9,15 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.config.huggingface.folder import CONFIG
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.config.sections.task import refuse_task
-from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.errors import ConfigError
-from holdfast.export.weights import (
-    dataset_tokens,
-    folder_decoder,
-    load_decoder,
-    settings_folder,
-    with_checkpoint,
-)
-from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run
+from holdfast.export.sources import ModelSource, open_source
+from holdfast.export.weights import folder_decoder, load_decoder, with_checkpoint
+from holdfast.launch.run.runs import open_run
 
 if TYPE_CHECKING:
     from holdfast.model.decoder import Decoder
@@ -61,22 +53,10 @@ class Pruned:
     after: float | None
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A model, and what an export of it gives back."""
-
-    model: ModelConfig
-    decoder: Decoder
-    tokenizer: Path | None
-    end_token: str | None
-    settings: Path  # folder with settings of generation
-    run: Run | None
-
-
 def prune(request: PruneRequest, say: Callable[[str], None]) -> Pruned:
     """Write the pruned model. Raises UserError."""
     how = _sparsity(request)
-    source = _open_source(request.source, say)
+    source = open_source(request.source, "pruning")
     config = _data_of(request, source)
     if config is None and request.method != "magnitude":
         raise ConfigError(
@@ -87,7 +67,7 @@ def prune(request: PruneRequest, say: Callable[[str], None]) -> Pruned:
     from holdfast.model.huggingface import export_folder
     from holdfast.training.compress import pruning
 
-    model, decoder = source.model, source.decoder
+    model, decoder = source.model, _decoder_of(source, request.source, say)
     samples = [] if config is None else _samples(config, request.samples, model)
     before = pruning.mean_loss(decoder, samples) if samples else None
     dropped: tuple[int, ...] = ()
@@ -149,24 +129,15 @@ def _sparsity(request: PruneRequest) -> Sparsity:
     return Sparsity(1 - keep / of_each, keep, of_each)
 
 
-def _open_source(path: Path, say: Callable[[str], None]) -> _Source:
+def _decoder_of(source: ModelSource, path: Path, say: Callable[[str], None]) -> Decoder:
     """Raises UserError."""
-    if (path / CONFIG).is_file() and not (path / RESOLVED_FILE).exists():
-        decoder, tokenizer = folder_decoder(path), path / "tokenizer.json"
-        known = tokenizer if tokenizer.is_file() else None
-        return _Source(decoder.config, decoder, known, None, path, None)
-    run = open_run(path)
-    refuse_task(run.config.task, "pruning")
-    _, decoder = with_checkpoint(run, None, lambda chosen: load_decoder(run, chosen), say)
-    place = run.dataset_files / "tokenizer.json"
-    settings, decoder = settings_folder(run), decoder.float()
-    if not place.is_file():
-        return _Source(run.config.model, decoder, None, None, settings, run)
-    end = dataset_tokens(run.dataset_files, load_tokenizer(place)).end_token
-    return _Source(run.config.model, decoder, place, end, settings, run)
+    run = source.run
+    if run is None:
+        return folder_decoder(path)
+    return with_checkpoint(run, None, lambda chosen: load_decoder(run, chosen), say)[1].float()
 
 
-def _data_of(request: PruneRequest, source: _Source) -> RunConfig | None:
+def _data_of(request: PruneRequest, source: ModelSource) -> RunConfig | None:
     """The configuration whose data calibrates. Raises UserError."""
     if request.data is not None:
         if request.data.is_file():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ def export_folder(
     end_token: str | None = None,
     imported: Path | None = None,
     chat_template: Path | None = None,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
@@ -62,7 +63,7 @@ def export_folder(
     them in part, a few megabytes are held. `dtype` casts; by default each keeps its own.
     `end_token` ends a text; none: a known one. `imported` may hold settings of the folder that the
     run began with (`KEPT_FILES`): they are given back, with its token ids. `chat_template`: the
-    one that the run was trained with. The
+    one that the run was trained with. finish: adds files of the caller. The
     folder appears as `new_folder` says. Raises ModelFolderError if the folder is not empty or
     cannot be written, or if no architecture of Hugging Face has this shape. Raises OutOfSpaceError
     when the disk is full.
@@ -85,6 +86,7 @@ def export_folder(
             _write_json(path, to_their_generation_config(ids))
         elif ends - eos_of(given := read_json_object(path)):
             _write_json(path, given | {"eos_token_id": ids["eos_token_id"]})
+        finish(partial)
 
 
 def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, FolderTensors]:
@@ -126,6 +128,11 @@ class FolderTensors(Mapping[str, Tensor]):
             return extract_piece(self._slice(entry.theirs), piece)
         picks = [self._slice(one.theirs)[:] for one, _ in ((entry, piece), *more)]
         return torch.stack(picks)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return that of the file."""
+        found: Tensor = self._slice(self._places[name][0][0].theirs)[:1]
+        return found.dtype
 
     def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """The part [offsets, offsets + lengths) of our tensor `name`, reading only its bytes."""

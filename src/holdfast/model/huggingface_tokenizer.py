@@ -7,7 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.huggingface.folder import KEPT_FILES, TOKENIZER_SETTINGS, read_json_object
+from holdfast.config.huggingface.folder import (
+    KEPT_FILES,
+    OF_MODEL,
+    TOKENIZER_SETTINGS,
+    read_json_object,
+)
 from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 from holdfast.core.json_parsing import parse_json
 from holdfast.errors import ModelFolderError
@@ -18,7 +23,7 @@ def give_back(kept: Path | None, folder: Path, tokenizer: bool) -> dict[str, Any
     ids that were in that. tokenizer: the exported folder has one."""
     if kept is None or not kept.is_dir():
         return {}
-    for name in KEPT_FILES[1:] if tokenizer else ("generation_config.json",):
+    for name in (KEPT_FILES if tokenizer else OF_MODEL)[1:]:
         if (kept / name).is_file():
             shutil.copyfile(kept / name, folder / name)
     config: dict[str, Any] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.cli.table import commands_of
+from holdfast.cli.table import Command, commands_of
 
 _ROOM = "holdfast_platform.commands"
-COMMANDS = commands_of(
+_COMMANDS = commands_of(
     _ROOM,
     "Platform",
     broker="launch runs for a platform with the Open Service Broker API",
@@ -24,3 +24,5 @@ COMMANDS = commands_of(
 ) + commands_of(
     _ROOM, "Data and models", audit="recompute steps of a run, and keep its model's signed record"
 )
+_MIX_SEARCH = Command("mix-search", f"{_ROOM}.mix_search", "data", "find weights of data.sources")
+COMMANDS = (*_COMMANDS, _MIX_SEARCH)

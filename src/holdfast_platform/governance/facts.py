@@ -16,6 +16,8 @@ from holdfast.core.data.lineage import split_effective
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.errors import ConfigError, DataError
 from holdfast.events import BatchFed, Evaluated, Record, RunBranched, StepDone
+from holdfast.export.stitched import origin_of
+from holdfast.export.weights import settings_folder
 from holdfast.launch.run.runs import Run, read_environment
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import MissingKeyError
@@ -59,7 +61,8 @@ def source_names(run: Run, dataset: str | None = None) -> tuple[str, ...]:
 
 
 def training_body(run: Run) -> dict[str, Any]:
-    """Return steps, ledger, code, configuration and checkpoint of a run."""
+    """Return steps, ledger, code, configuration and checkpoint of a run, and the models that its
+    first weights were stitched of."""
     records, _ = split_effective(read_journal(run.store))
     done = sorted({r.event.step for r in records if isinstance(r.event, StepDone)})
     if not done:
@@ -84,6 +87,7 @@ def training_body(run: Run) -> dict[str, Any]:
         "checkpoint_sha256": hashlib.sha256(run.store.get(key)).hexdigest(),
         "code": environment.get("git"),
         "packages": environment.get("packages"),
+        **origin_of(settings_folder(run)),
     }
 
 

@@ -91,6 +91,10 @@ class Search(Section):
 
     @property
     def identity(self) -> str:
+        return self.search_identity
+
+    @property
+    def search_identity(self) -> str:
         """What must not change in a folder, as text. More trials may be asked for."""
         keys = self.model_dump_json(exclude={"name", "folder", "trials", "run"})
         return f"{keys}\n{config_hash(self.config)} {self.steps}\n"
@@ -115,11 +119,11 @@ def read_search(path: Path, folder: Path | None = None) -> Search:
         "folder": str(folder or Path(os.path.normpath(base / text))),
     }
     search = given.model_copy(update=places)
-    _check_keys(search, str(path))
+    check_keys(search, str(path))
     return search
 
 
-def _check_keys(search: Search, where: str) -> None:
+def check_keys(search: Search, where: str) -> None:
     """Try the ends of each range, and each value of a list, in the run file. Raises ConfigError."""
     if taken := [key for key in RESERVED if key in search.set]:
         what = f"set has {taken[0]}, which the search sets"

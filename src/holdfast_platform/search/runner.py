@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from holdfast.errors import ConfigError, RunFolderError
 from holdfast.wire.store.publish import replace_file
@@ -64,7 +64,7 @@ class SearchRunner:
 
     def run(self) -> int:
         """Run what is not done; return the exit code. Raises UserError."""
-        require_optuna()
+        self._require()
         self._search.place.mkdir(parents=True, exist_ok=True)
         self._refuse_other_search()
         lock_of = locked(self._search.place, self._say, lambda: bool(self._children.asked))
@@ -79,6 +79,17 @@ class SearchRunner:
         if code == 0:
             self._report()
         return code
+
+    def _require(self) -> None:
+        """Raises ConfigError if a package is missing."""
+        require_optuna()
+
+    def _suggest(self, number: int, seen: Sequence[Trial]) -> dict[str, Any]:
+        """Return the parameters of a trial. seen: the trials that it may know of."""
+        return suggest(self._search, seen, number)
+
+    def _describe(self, trial: Trial) -> str:
+        return " ".join(f"{key}={value}" for key, value in trial.parameters.items())
 
     def _refuse_other_search(self) -> None:
         file, mine = self._search.place / IDENTITY, self._search.identity
@@ -149,9 +160,9 @@ class SearchRunner:
         place, trial = self._place(number), self._trials.get(number)
         place.mkdir(parents=True, exist_ok=True)
         if trial is None:
-            trial = Trial(number, suggest(self._search, self._seen(number) or (), number))
+            trial = Trial(number, self._suggest(number, self._seen(number) or ()))
             trial.write(place)
-            self._say(f"trial {number}: {_shown(trial)}")
+            self._say(f"trial {number}: {self._describe(trial)}")
         self._trials[number] = trial
         lock = self._stack.enter_context((place / ".lock").open("a+"))
         self._running[number] = _Running(trial, lock)
@@ -228,7 +239,11 @@ class SearchRunner:
         trial.write(self._place(trial.number))
         self._trials[trial.number] = trial
         del self._running[trial.number]
-        self._say(f"trial {trial.number} is {state}: {self._search.metric} {value}")
+        over = sum(each.is_over for each in self._trials.values())
+        self._say(
+            f"trial {trial.number} is {state}: {self._search.metric} {value} "
+            f"({over} of {self._search.trials} are over)"
+        )
         return 0
 
     def _end_all(self, code: int) -> int:
@@ -251,9 +266,8 @@ class SearchRunner:
         made.unlink(missing_ok=True)
         made.symlink_to(self._place(best.number).relative_to(link.parent) / "run")
         os.replace(made, link)
-        self._say(
-            f"the best is trial {best.number} ({_shown(best)}): {best.value}; its run: {link}"
-        )
+        what = f"{best.number} ({self._describe(best)}): {best.value}"
+        self._say(f"the best is trial {what}; its run: {link}")
 
 
 def best_of(search: Search, trials: Sequence[Trial]) -> Trial:
@@ -268,7 +282,3 @@ def best_of(search: Search, trials: Sequence[Trial]) -> Trial:
             remedy="use a space whose runs do not fail, in another folder",
         )
     return min(complete, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
-
-
-def _shown(trial: Trial) -> str:
-    return " ".join(f"{key}={value}" for key, value in trial.parameters.items())

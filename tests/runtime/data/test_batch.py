@@ -169,6 +169,19 @@ def test_validation_is_fixed_and_spread(small: Dataset, small_config: DataConfig
     assert everything.bits_per_byte(nats) == pytest.approx(small.tokens_per_byte("validation"))
 
 
+def test_validation_of_chosen_sources_measures_their_text_alone(
+    small: Dataset, small_config: DataConfig
+) -> None:
+    sums = []
+    for name, tokens in zip(small.source_names, streams(small, "validation"), strict=True):
+        found = batches(small, small_config, evaluate={"sources": [name]}).validation(10**6)
+        assert found.tokens == len(tokens) - tokens.count(small.end)
+        fed = np.concatenate([m.inputs for m in found.microbatches]).ravel()
+        assert fed[: len(tokens) - 1].tolist() == tokens[:-1]
+        sums.append(found.bytes)
+    assert sum(sums) == pytest.approx(small.counts("validation")["bytes"], rel=0.02)
+
+
 def test_baselines_equal_counting_by_hand(small: Dataset, small_config: DataConfig) -> None:
     train, validation = streams(small), streams(small, "validation")
     pairs = Counter((a, b) for one in train for a, b in itertools.pairwise(one) if a != small.end)

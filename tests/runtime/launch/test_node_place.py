@@ -65,6 +65,14 @@ def test_the_run_file_comes_before_the_environment() -> None:
     assert rack_and_zone(found) == ("mine", "")
 
 
+def test_a_site_is_the_zone_of_its_nodes() -> None:
+    sites = "cluster.sites=[{name: paris, nodes: [p*], mbit_s: 100}, {name: rome, mbit_s: 50}]"
+    assert rack_and_zone(with_place(loaded(sites, "cluster.node=p7"), {})) == ("", "paris")
+    assert rack_and_zone(with_place(loaded(sites, "cluster.node=r1"), {})) == ("", "")
+    told = {PLACE_VARIABLE: "zone=eu-west-3a"}
+    assert rack_and_zone(with_place(loaded(sites, "cluster.node=p7"), told)) == ("", "eu-west-3a")
+
+
 def test_a_slurm_without_switches_names_no_rack() -> None:
     flat = {"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
     before = loaded()

@@ -40,15 +40,18 @@ TOKENIZER_SETTINGS = (
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
-KEPT_FILES = (CONFIG, GENERATION, *TOKENIZER_SETTINGS)
-"""What a run keeps of the folder that its weights came from."""
+STITCHED = "stitched.json"
+OF_MODEL = (CONFIG, GENERATION, STITCHED)
+KEPT_FILES = (*OF_MODEL, *TOKENIZER_SETTINGS)
+"""What a run keeps of the folder that its weights came from. stitched.json: which models
+`holdfast stitch` made them of."""
 
 
 def keep_settings(source: Path, folder: Path, tokenizer: bool) -> None:
     """Copy the settings of a model's folder to `folder`. tokenizer: those of the tokenizer too,
     because it is the run's."""
     folder.mkdir(exist_ok=True)
-    for name in KEPT_FILES if tokenizer else KEPT_FILES[:2]:
+    for name in KEPT_FILES if tokenizer else OF_MODEL:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 

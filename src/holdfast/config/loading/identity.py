@@ -125,6 +125,7 @@ SHARED_KEYS = (
     "cluster.check_every_steps",
     "cluster.loss_jumps",
     "cluster.recovery",
+    "cluster.sites",
 )
 # Of those, free for each node: the first is planned, the rest only writes a file.
 NODE_KEYS = ("layout.workers", "layout.trace_step", "layout.trace_every")

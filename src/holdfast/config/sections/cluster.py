@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from holdfast.config.sections.base import Section
 from holdfast.config.sections.peers import WILDCARD_HOSTS
+from holdfast.config.sections.sites import SiteConfig
 
 AUTO = "auto"
 """Value of an address that the machine fills in at the start (`launch/node/addresses.py`)."""
@@ -103,16 +104,26 @@ class ClusterConfig(Section):
     """seconds between a node's heartbeats; it is lost after three"""
     alone_seconds: float = Field(20.0, gt=0)
     """how long a minority of the nodes waits before it continues alone"""
+    sites: tuple[SiteConfig, ...] = ()
+    """places that slow links join, alike on all nodes ([outer-rounds.md](../guide/outer-rounds.md))
+    """
     faults: str = ""
     """folder of faults that workers inject into themselves (holdfast chaos); empty: none"""
 
     def broken_rules(self) -> Iterator[str]:
-        """Those of several workers on a device."""
+        """Those of sites, and of several workers on a device."""
+        names = [site.name for site in self.sites]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"two sites have the name {twice[0]}: use a name of its own for each"
         if self.workers_per_device > 1 and self.backend not in ("auto", "gloo"):
             yield (
                 f"backend {self.backend} refuses two ranks on one device, and workers_per_device "
                 f"is {self.workers_per_device}: use backend: gloo, or workers_per_device: 1"
             )
+
+    def site_of(self, node: str) -> SiteConfig | None:
+        """Return the first site that has a node of this name."""
+        return next((site for site in self.sites if site.has(node)), None)
 
     @property
     def replaces_all_workers(self) -> bool:

@@ -93,6 +93,8 @@ class BatchStage(Section):
 class EvaluateConfig(Section):
     every: int = Field(100, ge=0, description="steps between validations; 0: only at the end")
     samples: int = Field(64, ge=1, description="validation samples, the same each time")
+    sources: tuple[str, ...] = ()
+    """names of the sources whose validation text is measured; empty: all of them"""
 
 
 class StopRuleConfig(Section):

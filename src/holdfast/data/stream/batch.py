@@ -36,10 +36,11 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.train import TrainConfig
 from holdfast.core.data.sample_order import BatchSchedule, MixChange, SampleOrder, SourceEnd
 from holdfast.core.data.skips import Skips
-from holdfast.core.data.target_weights import add_weights, total_weight
+from holdfast.core.data.target_weights import add_weights, target_ids, total_weight
 from holdfast.core.weights import shortest
 from holdfast.data.order.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
 from holdfast.data.order.packing import PackedSamples
+from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stream.dataset import Dataset, TokenStream
 from holdfast.data.stream.prefetch import Prefetch
 from holdfast.data.stream.reference import (
@@ -123,6 +124,7 @@ class Batches:
         self.schedule = BatchSchedule(train.batch_size, stages)
         self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
         self._streams = dataset.streams("train")
+        self._validated = train.evaluate.sources
         self.has_preferences = any(stream.is_preference for stream in self._streams)
         names = {_value_name(stream) for stream in self._streams if stream.has_values}
         self._has_teacher = record_type(reference) != LOGPS
@@ -249,12 +251,17 @@ class Batches:
     def validation(self, samples: int) -> ValidationSet:
         """Return the same `samples` windows of the validation split each time, evenly spread over
         it; all of it if it has fewer. They come in microbatches of `microbatch_size`; the last may
-        be smaller. Empty without a validation split."""
+        be smaller. Empty without a validation split. Text of sources that `train.evaluate.sources`
+        does not name does not count."""
         if "validation" not in self.dataset.splits:
             return ValidationSet([], 0, 1.0)
         streams = self.dataset.streams("validation")
-        packed = self._pack(streams)
-        sizes = self._sizes(streams, packed)
+        packed, names = self._pack(streams), self.dataset.source_names
+        is_measured = [not self._validated or name in self._validated for name in names]
+        sizes = [
+            size if measured else 0
+            for size, measured in zip(self._sizes(streams, packed), is_measured, strict=True)
+        ]
         total = sum(sizes)
         count = min(samples, total)
         chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
@@ -267,7 +274,17 @@ class Batches:
             for at in range(0, count, size)
         ]
         tokens = shortest(sum(batch.tokens for batch in out))
-        return ValidationSet(out, tokens, self.dataset.tokens_per_byte("validation"))
+        if all(is_measured) or not out:
+            return ValidationSet(out, tokens, self.dataset.tokens_per_byte("validation"))
+        return ValidationSet(out, tokens, self._tokens_per_byte(out))
+
+    def _tokens_per_byte(self, batches: list[Microbatch]) -> float:
+        """Return the text tokens per byte of text of these samples' targets."""
+        targets = np.concatenate([target_ids(batch.targets).ravel() for batch in batches])
+        ids = targets[(targets != MASKED_TARGET) & (targets != self.dataset.end)]
+        tokenizer = load_tokenizer(self.dataset.tokenizer_path)
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return len(ids) / max(len(text.encode()), 1)
 
     def validation_baselines(self, samples: int) -> dict[str, float] | None:
         """Bits per byte of unigram and bigram counts on just the targets of

@@ -143,6 +143,8 @@ def _missing_validation(batches: Batches, train: TrainConfig) -> Iterator[str]:
         )
         return
     last = batches.schedule.position(train.steps + 1)
+    if train.evaluate.sources:
+        return  # the run file says what is measured
     for source, stream in enumerate(dataset.streams("validation")):
         name, count = dataset.source_names[source], batches.order.count_before(source, last)
         share = count / last

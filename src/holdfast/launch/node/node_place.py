@@ -1,6 +1,7 @@
 """The place of this node: its rack, power domain, spot pool and zone.
 
-The run file's `checkpoint.machine` says it, or the owner of the machines does, in the environment:
+The run file's `checkpoint.machine` says it, or the owner of the machines does, in the environment.
+For the zone, `cluster.sites` may say it:
 
     HOLDFAST_PLACE          "rack=r7,zone=us-east-1a", any kinds of `policy/placement.py`
     HOLDFAST_ZONE           the zone, or nothing: Kubernetes fills in a label that may be missing
@@ -26,12 +27,17 @@ MACHINE_KEYS = tuple(f"checkpoint.machine.{kind}" for kind in FAILURE_DOMAINS)
 
 
 def by_place(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
-    """Return the domains that the run file leaves open. Raises ConfigError for a HOLDFAST_PLACE
-    that names none."""
-    machine = loaded.config.checkpoint.machine
+    """Return the domains that the run file leaves open. A node's site is its zone.
+
+    Raises ConfigError for a HOLDFAST_PLACE that names none."""
+    machine, cluster = loaded.config.checkpoint.machine, loaded.config.cluster
+    site = cluster.site_of(cluster.node or facts.hardware.node)
+    places = {} if site is None else {"zone": (site.name, "cluster.sites")}
+    told = told_places(facts.environ).items()
+    places |= {kind: (name, "the environment's") for kind, name in told}
     return {
-        f"checkpoint.machine.{kind}": (name, "the environment's")
-        for kind, name in told_places(facts.environ).items()
+        f"checkpoint.machine.{kind}": value
+        for kind, value in places.items()
         if not getattr(machine, kind)
     }
 

@@ -33,11 +33,12 @@ from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.outer.codecs import Codec, make_codec
 from holdfast.parallel.outer.payloads import PayloadRound
-from holdfast.parallel.outer.rules import combine
+from holdfast.parallel.outer.rules import combine, rda
 from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 LearnerSlots = list[list[Tensor | None]]
@@ -83,7 +84,7 @@ class LearnerExecutor(Executor):
         self._every = config.outer.every_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
-        self._rule = config.outer.average if config.outer.is_robust else ""
+        self._rule = config.outer.average if config.outer.needs_all else ""
         self._faulty = config.outer.faulty
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None
@@ -101,6 +102,7 @@ class LearnerExecutor(Executor):
             like.append(self._working)
             self._prefixes.append(ERROR_PREFIX)
         self._states, self._next_states = self._make_states(like), self._make_states(like)
+        self.times = PhaseTimer()  # of a round: inner, codec, give, wait
 
     def _make_states(self, like: Sequence[Sequence[Tensor | None]]) -> LearnerSlots:
         count = len(self._own)
@@ -118,28 +120,42 @@ class LearnerExecutor(Executor):
             size = codec.payload_bytes(count)
             exchange = PayloadRound(self._groups.control, self._shares, size)
         try:
+            self.times.start()
             for learner, batch in share:
                 losses.append(self._run_round(learner, batch, listener))
+                self.times.lap("inner")
                 changes = self._changes(batch)
                 if codec is None or exchange is None:
                     self._give(learner, changes, listener)
+                    self.times.lap("give")
                 else:
                     exchange.send(learner, self._encode(learner, changes, codec))
+                    self.times.lap("codec")
                 listener.check()
         finally:
             self._parameters.refresh()
         if codec is not None and exchange is not None:
             payloads, device = exchange.wait_for_all(), self._working[0].device
+            self.times.lap("wait")
             found = [codec.decode(payloads[k].to(device), count) for k in range(self._learners)]
+            self.times.lap("codec")
             for learner, flat in enumerate(self._combined(found)):
                 self._give(learner, self._split(flat), listener)
+            self.times.lap("give")
 
     def _combined(self, changes: list[Tensor]) -> list[Tensor]:
         """The summands of the learners, whose sum is divided by their number. A rule makes one of
         all: the remaining ones are zeros."""
         if not self._rule:
             return changes
-        result = combine(self._rule, torch.stack(changes), self._faulty).mul_(self._learners)
+        if self._rule == "rda":
+            sizes = [tensor.numel() for tensor in self._working]
+            names = enumerate(row.name for row in self._parameters.table)
+            embeddings = {place for place, name in names if name.startswith("embed.")}
+            result = rda(torch.stack(changes), sizes, embeddings)
+        else:
+            result = combine(self._rule, torch.stack(changes), self._faulty)
+        result.mul_(self._learners)
         return [result, *(torch.zeros_like(result) for _ in changes[1:])]
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from holdfast.data.stream.loader import StepBatch
 from holdfast.events import Event
 from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.training.engine.state import LocalTensor
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import Wishes
 
 
@@ -73,12 +74,13 @@ class LearnerStates(Protocol):
     `server`, of the servers' updates; see `server_steps.py`.
 
     counts_alike: each learner counts once in the average; otherwise by its tokens. on_progress:
-    called after each inner step. applies_update: `commit` changes the weights and what the run's
-    optimizer keeps, which every rank has.
+    called after each inner step. times: seconds of the newest round by phase. applies_update:
+    `commit` changes the weights and what the run's optimizer keeps, which every rank has.
     """
 
     counts_alike: bool
     applies_update: bool
+    times: PhaseTimer
     on_progress: Callable[[], None]
 
     def rate(self, step: int) -> float:

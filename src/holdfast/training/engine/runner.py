@@ -364,7 +364,9 @@ class TrainingLoop:
         sha256 = digest_of_weights(self.config, self.engine.state())
         learners = list(self.engine.plan.share(batch.step))
         sent = 0 if self.traffic is None else self.traffic.bytes_by_kind.get(REDUCE, 0)
-        return OuterRound(self.rank, sha256, learners, sent, step=batch.step)
+        times = {} if self.engine.learners is None else self.engine.learners.times.phases
+        seconds = (times.get(phase, 0.0) for phase in ("inner", "codec", "wait"))
+        return OuterRound(self.rank, sha256, learners, sent, *seconds, step=batch.step)
 
     def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that

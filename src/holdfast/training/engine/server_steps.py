@@ -41,6 +41,7 @@ from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
+from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class ServerExecutor(Executor):
         self._config, self._passes, self._inner = config, passes, inner
         self._parameters, self._user = parameters, user
         self._sizes = [tensor.numel() for tensor in parameters.master_tensors]
+        self.times = PhaseTimer()  # of rounds alone, which a step has none of
         self.on_progress: Callable[[], None] = lambda: None
         self.recorded: Mapping[int, ServerUpdates] = {}
         self._numbers = torch.zeros(ADAPTATION_ROW.shape, dtype=torch.float64)

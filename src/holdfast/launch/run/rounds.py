@@ -1,0 +1,205 @@
+"""What a round of a run's learners takes: its sites, its compute, and codecs measured here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.config.sections.outer import OuterConfig
+from holdfast.core.data.lineage import split_effective
+from holdfast.core.round_bytes import payload_bytes
+from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.state_table import learner_shares
+from holdfast.errors import ConfigError, UserError
+from holdfast.events import OuterRound, StepDone
+from holdfast.launch.run.runs import open_run
+from holdfast.layout import Layout, place_layout
+from holdfast.machine.limits import usable_cores
+from holdfast.plan.auto.machines import Machines
+from holdfast.plan.cost.rounds import CodecChoice, RoundModel, Site
+from holdfast.plan.placing.interface import NodePlaces
+from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
+from holdfast.wire.child_command import module_command
+from holdfast.wire.journal import read_journal
+
+CODECS = ("none", "bf16", "int8", "int4", "int2", "topk")
+AUTO_CODECS = ("none", "bf16", "int8", "int4")
+"""Those that are chosen unasked. `int2` and `topk` lose a large part of a change."""
+MEASURE_LIMIT_S = 300.0
+_MBIT = 1e6 / 8
+_SHORT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?")
+_NODE = "node"
+
+
+def sites_of(loaded: LoadedConfig, short: str = "") -> tuple[Site, ...]:
+    """Return the sites of a run and their workers. short: `2x1@100,20`, two sites of one worker at
+    100 Mbit/s and 20 ms each, in place of `cluster.sites`. Raises ConfigError."""
+    if short:
+        return _short_sites(short)
+    config = loaded.config
+    given = config.cluster.sites
+    if not given:
+        raise ConfigError(
+            "the links of this run are not known",
+            where=loaded.where("cluster.sites"),
+            remedy="give cluster.sites, or two sites of one worker at 100 Mbit/s and 20 ms: "
+            "--sites 2x1@100,20",
+        )
+    open_sites = [site for site in given if not site.workers]
+    fixed = sum(site.workers for site in given)
+    left = (config.layout.workers or config.outer.learners) - fixed
+    if open_sites and left < len(open_sites):
+        raise ConfigError(
+            f"{len(open_sites)} of cluster.sites give no workers, and {max(0, left)} of "
+            "layout.workers are left for them",
+            where=loaded.where("cluster.sites"),
+            remedy=f"use layout.workers={fixed + len(open_sites)}",
+        )
+    parts = [
+        left // max(1, len(open_sites)) + (n < left % max(1, len(open_sites)))
+        for n in range(len(open_sites))
+    ]
+    found = []
+    for site in given:
+        workers = site.workers or parts.pop(0)
+        link = site.mbit_s * _MBIT, site.latency_ms / 1000, site.usd_per_gb
+        found.append(Site(site.name, workers, *link))
+    return tuple(found)
+
+
+def _short_sites(text: str) -> tuple[Site, ...]:
+    found: list[Site] = []
+    for part in text.split("+"):
+        match = _SHORT.fullmatch(part)
+        if match is None or 0 in (int(match[1]), int(match[2])) or not float(match[3]):
+            raise ConfigError(
+                f"{part!r} names no sites",
+                where="--sites",
+                remedy="write SITESxWORKERS@MBIT_S,LATENCY_MS, for example 2x1@100,20",
+            )
+        for _ in range(int(match[1])):
+            link = float(match[3]) * _MBIT, float(match[4] or 0) / 1000
+            found.append(Site(f"site-{len(found) + 1}", int(match[2]), *link))
+    return tuple(found)
+
+
+def model_of(
+    loaded: LoadedConfig, sites: tuple[Site, ...], machines: Machines, measured: Path | None = None
+) -> tuple[RoundModel, str]:
+    """Return the rounds of a run, and where the seconds of an inner step are from. measured: a run
+    whose journal gives them. Raises UserError."""
+    config = loaded.config
+    workers, learners = sum(site.workers for site in sites), config.outer.learners
+    if workers > learners:
+        raise ConfigError(
+            f"the sites have {workers} workers, and outer.learners is {learners}",
+            where=loaded.where("outer.learners"),
+            remedy=f"use outer.learners={workers}, or fewer workers",
+        )
+    shares = learner_shares(learners, workers)
+    if measured is not None:
+        inner_s, rest_s = _measured_times(measured)
+        source = f"measured by {measured}"
+    else:
+        inner_s, rest_s = _inner_step_s(config, machines, workers), 0.0
+        source = f"predicted for {machines.name}"
+    usd = None
+    if all(pool.usd_per_hour is not None for pool in machines.cluster.pools):
+        part = machines.with_workers(workers).cluster
+        usd = sum(pool.nodes * (pool.usd_per_hour or 0.0) for pool in part.pools)
+    return RoundModel(shares, values_of_change(config), sites, inner_s, rest_s, usd), source
+
+
+def values_of_change(config: RunConfig) -> int:
+    """Return the number of values of a learner's change."""
+    if config.lora.rank:
+        return sum(row.size for row in lora_parameters(config.model, config.lora))
+    return count_parameters(config.model)
+
+
+def _inner_step_s(config: RunConfig, machines: Machines, workers: int) -> float:
+    """Seconds of one learner's inner step on one worker, by the cost model."""
+    share = config.train.batch_size // config.outer.learners
+    size = config.train.microbatch_size or share
+    alone = config.model_copy(
+        update={
+            "outer": OuterConfig(),
+            "layout": config.layout.model_copy(update={"workers": 1}),
+            "train": config.train.model_copy(update={"batch_size": share, "microbatch_size": size}),
+        }
+    )
+    part = machines.with_workers(config.cluster.places or workers)
+    fleet = Fleet(part.devices, part.cluster.pools[0])
+    cost = TopologyCost(alone, fleet, [NodePlaces(_NODE, 1)])
+    return cost.cost(place_layout(Layout(), 1, (_NODE,))).step_s
+
+
+def _measured_times(path: Path) -> tuple[float, float]:
+    """Seconds of one inner step of one learner, and of a round without computing, codec and
+    exchange: the medians of a run. Raises RunFolderError, ConfigError."""
+    run = open_run(path)
+    every = run.config.outer.every_steps
+    effective, _ = split_effective(read_journal(run.store))
+    rounds = [r.event for r in effective if isinstance(r.event, OuterRound) and r.event.inner_s]
+    done = {r.event.step: r.event for r in effective if isinstance(r.event, StepDone)}
+    first = {event.step: event for event in rounds if event.rank == 0}
+    rest = [
+        done[step].seconds
+        - event.inner_s
+        - event.codec_s
+        - event.waited_s
+        - (0.0 if run.config.outer.sends_all else done[step].phases.get("reduce", 0.0))
+        for step, event in first.items()
+        if step in done
+    ]
+    steps = [event.inner_s / (every * len(event.learners)) for event in rounds if event.learners]
+    if not rest or not steps:
+        raise ConfigError(
+            "this run has done no round whose seconds are known",
+            where=str(path),
+            remedy="name a run with outer.learners that has done a round",
+        )
+    return median(steps), max(0.0, median(rest))
+
+
+def codec_choices(
+    loaded: LoadedConfig, values: int, workers: int, names: Sequence[str] = CODECS
+) -> list[CodecChoice]:
+    """Return the codecs that a run may use, with their times measured on this machine now. Raises
+    UserError if they cannot be measured."""
+    config = loaded.config
+    outer = config.outer
+    device = "cpu" if config.device in ("auto", "cpu") else config.device
+    places = config.cluster.places or workers
+    threads = config.cluster.threads_per_worker or max(1, usable_cores() // places)
+    words = (str(values), str(outer.codec.share), device, str(threads), *names)
+    done = subprocess.run(
+        module_command("holdfast.parallel.outer.codec_times", *words),
+        capture_output=True,
+        text=True,
+        timeout=MEASURE_LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise UserError(
+            f"codecs cannot be measured on {device}: "
+            f"{(done.stderr.strip().splitlines() or ['no message'])[-1]}",
+            where="outer.codec.name",
+            remedy="see holdfast doctor",
+        )
+    times = json.loads(done.stdout)
+    found = []
+    for name in names:
+        if name == "none" and not outer.needs_all:
+            found.append(CodecChoice(name, 0))
+            continue
+        size = payload_bytes(name, outer.codec.share, values)
+        found.append(CodecChoice(name, size, *times[name]))
+    return found
