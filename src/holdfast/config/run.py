@@ -37,7 +37,7 @@ from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.config.sections.run_place import is_bucket, local_run_folder
-from holdfast.config.sections.server import ServerConfig
+from holdfast.config.sections.server import ParameterServerConfig
 from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.sections.train import ScheduleConfig, TrainConfig
 from holdfast.options.registry import used_option_keys
@@ -69,7 +69,7 @@ class RunConfig(Section):
     objective: Branch[ObjectiveConfig] = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
     outer: Never[OuterConfig] = OuterConfig()
-    server: Never[ServerConfig] = ServerConfig()
+    server: Never[ParameterServerConfig] = ParameterServerConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
     plan: InPlace[PlanConfig] = PlanConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
@@ -308,8 +308,8 @@ class RunConfig(Section):
             for axis in ("pp", "dp_shard", "cp", "tp"):
                 if (degree := getattr(degrees, axis)) > 1:
                     yield (
-                        f"{key} needs the complete model on a worker, and {where}.{axis} {degree} "
-                        f"cuts it: use {where}.{axis} 1"
+                        f"{key} needs all of a model on a worker, and {where}.{axis} {degree} "
+                        f"cuts the model: use {where}.{axis} 1"
                     )
         experts, memory = self.model.experts, train.memory
         moved = next((k for k in MOVABLE if getattr(memory, k) != DEVICE), "")

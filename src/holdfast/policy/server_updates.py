@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.config.sections.server import RateScaling, ServerConfig
+from holdfast.config.sections.server import ParameterServerConfig, RateScaling
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Adaptation:
         return Adaptation(int(updates), int(width), bool(is_synchronous), noise, signal)
 
     @staticmethod
-    def first(config: ServerConfig) -> Adaptation:
+    def first(config: ParameterServerConfig) -> Adaptation:
         """That of the first step."""
         return Adaptation(
             width=config.update_microbatches, is_synchronous=config.mode != "bounded_stale"
@@ -148,7 +148,7 @@ class StepMeasures:
 
 
 def adapt(
-    config: ServerConfig, before: Adaptation, rule: UpdateRule, measures: StepMeasures
+    config: ParameterServerConfig, before: Adaptation, rule: UpdateRule, measures: StepMeasures
 ) -> Adaptation:
     """What follows from a step for the next one."""
     after = replace(before, updates=before.updates + rule.updates)
@@ -160,7 +160,7 @@ def adapt(
     return after
 
 
-def _grow(config: ServerConfig, before: Adaptation, measures: StepMeasures) -> Adaptation:
+def _grow(config: ParameterServerConfig, before: Adaptation, measures: StepMeasures) -> Adaptation:
     """Estimate the noise as McCandlish et al. (2018, appendix A.1) do, with the gradients of a
     microbatch and of an update. Double the update if the noise scale is at least twice as large."""
     small_size = measures.microbatch_size

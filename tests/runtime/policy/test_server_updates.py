@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from holdfast.config.sections.server import ServerConfig
+from holdfast.config.sections.server import ParameterServerConfig
 from holdfast.policy.server_updates import (
     Adaptation,
     StepMeasures,
@@ -90,7 +90,7 @@ def test_rates_follow_the_microbatches_that_a_gradient_counts_as() -> None:
 
 
 def test_an_update_grows_when_the_noise_is_as_large() -> None:
-    config = ServerConfig(
+    config = ParameterServerConfig(
         mode="synchronous", update_microbatches=2, max_update_microbatches=8, noise_decay=0
     )
     rule = UpdateRule(16, is_synchronous=True, width=2, staleness=0)
@@ -110,7 +110,7 @@ def test_an_update_grows_when_the_noise_is_as_large() -> None:
 
 
 def test_a_run_switches_by_straggling_and_does_not_flutter() -> None:
-    config = ServerConfig(mode="switching", straggling=0.4)
+    config = ParameterServerConfig(mode="switching", straggling=0.4)
     rule, now = UpdateRule(8, True, 1, 2), Adaptation.first(config)
     assert now.is_synchronous
     modes = []

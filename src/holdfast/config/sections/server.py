@@ -13,7 +13,7 @@ ServerMode = Literal["none", "synchronous", "bounded_stale", "switching"]
 RateScaling = Literal["linear", "sqrt", "none"]
 
 
-class ServerConfig(Section):
+class ParameterServerConfig(Section):
     """Parameter servers: each worker owns a part of the weights, and updates it with gradients that
     all workers push ([parameter-server.md](../guide/parameter-server.md)). A step has many updates.
     All but mode synchronous give up promise 1: the journal has the order of the updates."""
