@@ -43,6 +43,7 @@ from holdfast.parallel.torch_compat import (
 )
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
+from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from holdfast.training.engine.learners import GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
@@ -162,7 +163,8 @@ def build_engine(
     if config.outer.is_on:
         inner, working = _inner_sum(config, task, groups, parameters, objective)
         found = config, groups, executor, inner, parameters, working, task.user_parts
-        executor = learners = LearnerExecutor(*found)
+        make_learners = FreeLearnerExecutor if config.outer.is_free else LearnerExecutor
+        executor = learners = make_learners(*found)
         dealer = deal  # as the state of learners is placed
     if config.server.is_on:
         inner, _ = _inner_sum(config, task, groups, parameters, objective)

@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
+from holdfast.core.data.learner_fates import LearnerFate
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import ADAPTATION_ROW
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.errors import DataError
 from holdfast.events import Event, ServerUpdates, UpdatesAdapted
 from holdfast.parallel.axes.replicated import ReplicatedGradients
@@ -154,7 +156,6 @@ class ServerExecutor(Executor):
     `LearnerStates`.
     """
 
-    counts_alike = True
     applies_update = True
 
     def __init__(
@@ -169,6 +170,7 @@ class ServerExecutor(Executor):
         self._config, self._passes, self._inner = config, passes, inner
         self._parameters, self._user = parameters, user
         self._sizes = [tensor.numel() for tensor in parameters.master_tensors]
+        self.fates: Sequence[LearnerFate] = ()
         self.times = PhaseTimer()  # of rounds alone, which a step has none of
         self.on_progress: Callable[[], None] = lambda: None
         self.recorded: Mapping[int, ServerUpdates] = {}
@@ -437,6 +439,14 @@ class ServerExecutor(Executor):
                 UpdatesAdapted(after.is_synchronous, after.width, *measured, step=self._event.step)
             )
         return found
+
+    def used_units(self, batches: Sequence[Any]) -> int:
+        """See `LearnerStates`."""
+        return sum(to_units(batch.tokens) for batch in batches)
+
+    def divisor(self, tokens: float) -> float:
+        """See `LearnerStates`: the change of a step is no sum."""
+        return 1.0
 
     def rate(self, step: int) -> float:
         """See `LearnerStates`."""
