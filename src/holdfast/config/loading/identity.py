@@ -67,9 +67,14 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
-        "outer": ("average", "every_steps", "faulty", "learners"),
+        "outer": ("average", "every_steps", "faulty", "learners", "mode"),
         "outer.codec": ("error_feedback", "name", "share"),
+        "outer.free": ("grace_seconds", "late", "quorum"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
+        "server": (
+            *("max_update_microbatches", "mode", "noise_decay", "rate_scaling", "staleness"),
+            *("straggling", "update_microbatches"),
+        ),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
             *("samples", "source_column", "temperature", "top_p", "version"),

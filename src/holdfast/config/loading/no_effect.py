@@ -282,7 +282,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
-    outer, codec = config.outer, config.outer.codec
+    outer, codec, free = config.outer, config.outer.codec, type(config.outer.free).model_fields
     rules += [
         (key, not outer.is_on, "outer.learners 0")
         for key in loaded.origins
@@ -292,8 +292,23 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         rules += [
             ("outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"),
             ("outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"),
+            *((f"outer.free.{n}", not outer.is_free, "outer.mode fixed") for n in free),
             ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
         ]
+    server = config.server
+    rules += [
+        (f"server.{name}", not has_effect, f"server.mode {server.mode}")
+        for name, has_effect in (
+            ("update_microbatches", server.is_on),
+            ("staleness", server.may_be_stale),
+            ("rate_scaling", server.may_be_stale or server.grows),
+            ("max_update_microbatches", server.mode == "synchronous"),
+            ("noise_decay", server.mode == "synchronous"),
+            ("straggling", server.mode == "switching"),
+        )
+    ]
+    if server.mode == "synchronous" and not server.grows:
+        rules.append(("server.noise_decay", True, "server.max_update_microbatches 0"))
     rules.append(("train.profile.ranks", not config.train.profile.steps, "no train.profile.steps"))
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))

@@ -183,7 +183,10 @@ class StepEngine:
         told: list[float] = []
         for leaf in share if self._reports_losses else ():
             told += self._losses[leaf].flatten().tolist()
-        units = sum(to_units(batch.tokens) for batch in self.batches)
+        if self.learners is None:
+            units = sum(to_units(batch.tokens) for batch in self.batches)
+        else:
+            units = self.learners.used_units(self.batches)
         width = 1 + 2 * len(self.sum_names)
         self._accounts = AccountExchange(self.groups, self._shares, units, told, width)
 
@@ -246,12 +249,14 @@ class StepEngine:
         clip = clip_factor(self.mean_norm(verdict), self.train.optimizer.clip_norm)
         status.is_torn = True
         self.lagged.shift()
-        if not verdict.is_skipped:
+        applies = self.learners is None or not self.learners.applies_update
+        if applies and not verdict.is_skipped:
             divisor = self._divisor(verdict) / clip * self.loss_scale.factor
             with self.around_update(self.parameters.master_tensors):
                 self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
         if self.learners is not None:
             self.learners.commit()
+            self.history.learner_fates = status.step, self.learners.fates
         self.history.applied_verdicts.append((status.step, self.loss_scale.settle(verdict)))
         status.finish_update()
         self.history.unreported_step = status.step
@@ -259,8 +264,8 @@ class StepEngine:
 
     def _divisor(self, verdict: StepVerdict) -> float:
         """What the sum over microbatches is divided by."""
-        if self.learners is not None and self.learners.counts_alike:
-            return self.plan.leaves(self.step)
+        if self.learners is not None:
+            return self.learners.divisor(verdict.tokens)
         return verdict.tokens or 1
 
     def mean_norm(self, verdict: StepVerdict) -> float:
@@ -314,7 +319,7 @@ class StepEngine:
     @property
     def is_replica_intact(self) -> bool:
         """Whether the groups inside the replica can still be used."""
-        if self.learners is not None:
+        if self.learners is not None and not self.learners.applies_update:
             return False  # other learners may come, with state that is elsewhere now
         alone = len(self.groups.replica.ranks) == 1
         return alone or not self.groups.replica_groups.is_aborted

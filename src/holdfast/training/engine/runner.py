@@ -339,6 +339,9 @@ class TrainingLoop:
         if self.config.outer.is_on:
             self.reporter.emit(self._outer_round(batch))
             watch.lap("digest")
+        if self.config.server.is_on and self.engine.learners is not None and self.rank == 0:
+            for event in self.engine.learners.events():
+                self.reporter.emit(event)
         # Report the spans of the steps that the run file asks for.
         if self.recorder is not None and self.config.layout.is_traced(step):
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
@@ -362,8 +365,9 @@ class TrainingLoop:
         learners = list(self.engine.plan.share(batch.step))
         sent = 0 if self.traffic is None else self.traffic.bytes_by_kind.get(REDUCE, 0)
         times = {} if self.engine.learners is None else self.engine.learners.times.phases
-        seconds = (times.get(phase, 0.0) for phase in ("inner", "codec", "wait"))
-        return OuterRound(self.rank, sha256, learners, sent, *seconds, step=batch.step)
+        inner, codec, wait = (times.get(phase, 0.0) for phase in ("inner", "codec", "wait"))
+        said = learners, sent, inner, codec, wait, self.engine.history.fates_of(batch.step)
+        return OuterRound(self.rank, sha256, *said, step=batch.step)
 
     def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that
