@@ -215,7 +215,7 @@ def _job(
         *(run.folder, run.config, where, stretch, layout, record.skips, threads),
         *(record.topologies, record.digests, record.commits, device, record.updates),
         vector_units,
-        {step: tuple(row.steps for row in told[0]) for step, told in record.fates.items()},
+        {step: tuple(r.steps for r in max(told, key=len)) for step, told in record.fates.items()},
     )
 
 
@@ -307,12 +307,14 @@ def _compute_rank(job: _Job, rank: int) -> _RankResult:
     try:
         session = _open_session(job, rank)
         _load(job, session)
+        step += 1
         for step in _train(job, session, result):
             _compare(job, session, rank, step, result)
+            step += 1
     except UserError:
         raise
     except HoldfastError as error:
-        result.problem = step + (session is not None and bool(result.curve)), str(error)
+        result.problem = step, str(error)
     finally:
         if session is not None:
             session.close()

@@ -58,7 +58,7 @@ class PublicRecord:
     rounds: dict[int, set[str]] = field(default_factory=dict)
     """round of learners -> SHA-256 of all weights, as its ranks have it"""
     fates: dict[int, list[list[LearnerFate]]] = field(default_factory=dict)
-    """round of outer.mode free -> its ledger, as its ranks have it"""
+    """round of outer.mode free -> its ledger, as its ranks have it; [] cannot be read"""
     topologies: dict[int, Topology] = field(default_factory=dict)  # by generation
     processors: dict[int, set[str]] = field(default_factory=dict)  # by generation
     updates: dict[int, ServerUpdates] = field(default_factory=dict)  # by step
@@ -140,7 +140,7 @@ def _note(found: PublicRecord, record: Record) -> None:
             found.rounds.setdefault(event.step, set()).add(event.sha256)
             found.digested.add(event.step)
             rows = read_fates(event.fates)
-            if rows and rows not in (told := found.fates.setdefault(event.step, [])):
+            if event.fates and rows not in (told := found.fates.setdefault(event.step, [])):
                 told.append(rows)
         case GenerationStarted():
             with suppress(KeyError, TypeError, ValueError):
