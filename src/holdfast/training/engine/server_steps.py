@@ -25,7 +25,7 @@ from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import ADAPTATION_ROW
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
-from holdfast.errors import DataError
+from holdfast.errors import CorruptError, DataError
 from holdfast.events import Event, ServerUpdates, UpdatesAdapted
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.grad_norm import NORM_BLOCK, clip_factor, sum_of_squares
@@ -152,7 +152,7 @@ class ServerExecutor(Executor):
 
     passes: runs the passes of a microbatch. inner: sums its gradients, on this rank alone.
     parameters: the run's; the module computes on tensors of its own. recorded: what the journal has
-    of steps that are computed again, by step: they are computed in their order. The rest is of
+    of each step, if steps are computed again: they are computed in their order. The rest is of
     `LearnerStates`.
     """
 
@@ -173,7 +173,7 @@ class ServerExecutor(Executor):
         self.fates: Sequence[LearnerFate] = ()
         self.times = PhaseTimer()  # of rounds alone, which a step has none of
         self.on_progress: Callable[[], None] = lambda: None
-        self.recorded: Mapping[int, ServerUpdates] = {}
+        self.recorded: Mapping[int, ServerUpdates] | None = None
         self._numbers = torch.zeros(ADAPTATION_ROW.shape, dtype=torch.float64)
         self._indices: list[list[int]] = []  # of parameters, by server
         self._shards: dict[int, _ServedShard] = {}  # that this process serves
@@ -193,7 +193,8 @@ class ServerExecutor(Executor):
             self._passes.train(share, listener, losses)
             return
         step, before = self._engine.step, self.adaptation
-        recorded = self.recorded.get(step)
+        batches, found = dict(share), dict[int, Tensor]()
+        recorded = None if self.recorded is None else _checked(self.recorded, step, batches)
         shares = self._engine.dealt_shares if recorded is None else _shares_of(recorded)
         rule = UpdateRule(
             sum(map(len, shares)),
@@ -201,7 +202,6 @@ class ServerExecutor(Executor):
             before.width,
             self._config.server.staleness,
         )
-        batches, found = dict(share), dict[int, Tensor]()
         try:
             self._open_shards(len(shares), rule, before, step, recorded is not None)
             if recorded is None:
@@ -486,6 +486,31 @@ class _Row:
     ) -> None:
         self.microbatch, self.staleness = microbatch, staleness
         self.base = version - before.updates - 1 - staleness
+
+
+def _checked(
+    updates: Mapping[int, ServerUpdates], step: int, batches: Mapping[int, Any]
+) -> ServerUpdates:
+    """Return what the journal has of a step. Raises CorruptError if it has nothing, or nothing of
+    these microbatches."""
+    recorded = updates.get(step)
+    if recorded is None:
+        raise CorruptError("the journal has no server_updates of it")
+    tokens = {j: int((batch.targets != IGNORED_TARGET).sum()) for j, batch in batches.items()}
+    workers: dict[int, int] = {}
+    for server, own in enumerate(recorded.updates):
+        try:
+            is_right = not own or sorted(row[2] for row in own) == sorted(tokens)
+            for _, worker, j, _, read in own if is_right else ():
+                is_known = worker in range(len(recorded.updates)) and tokens[j] == read
+                is_right &= is_known and workers.setdefault(j, worker) == worker
+        except (IndexError, TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise CorruptError(f"the server_updates of server {server} are not of its microbatches")
+    if not workers:
+        raise CorruptError("its server_updates have no rows")
+    return recorded
 
 
 def _shares_of(recorded: ServerUpdates) -> Shares:
