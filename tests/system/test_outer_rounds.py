@@ -39,6 +39,13 @@ SETTINGS = (
     "checkpoint.memory_every_steps=1",
     "cluster.threads_per_worker=1",
 )
+HOWS = {
+    "none": (),
+    "int4": ("outer.codec.name=int4",),
+    "topk": ("outer.codec.name=topk",),
+    "fragments": ("outer.fragments=2", f"outer.every_steps={2 * INNER_STEPS}", "model.layers=2"),
+}
+"""By name, more settings; a round has as many inner steps with each."""
 SAMPLES = f"{ROUNDS * BATCH * INNER_STEPS:,} samples in {ROUNDS} steps: none missing, none twice"
 
 
@@ -51,23 +58,24 @@ def hashes(folder: Path) -> dict[int, set[str]]:
     return found
 
 
-def _alone(run_file: Path, codec: str) -> Path:
+def _alone(run_file: Path, how: str) -> Path:
     """The folder of an undisturbed run, whose one worker computes all learners."""
-    folder = run_file.parent / f"outer-{codec}"
+    folder = run_file.parent / f"outer-{how}"
     if not folder.exists():
-        run = FollowedRun(folder, _train(run_file, folder, 1, codec))
+        run = FollowedRun(folder, _train(run_file, folder, 1, how))
         run.finish()
     return folder
 
 
-def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["none", "fragments"])
+def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "killed"
-    run = FollowedRun(folder, _train(run_file, folder, 2, "none"))
+    run = FollowedRun(folder, _train(run_file, folder, 2, how))
     run.until(lambda record: _is_done(record, 4))
     os.kill(run.pids[1], signal.SIGKILL)
     run.finish()
     assert len(run.events(WorkerLost)) == 1
-    _check(folder, _alone(run_file, "none"))
+    _check(folder, _alone(run_file, how))
     hosts = {(e.rank, tuple(e.learners)) for e in run.events(OuterRound) if e.step == ROUNDS}
     assert sum(len(learners) for _, learners in hosts) == LEARNERS
     assert "equal" in within("audit", "replay", folder, "--step", "2").succeeds().out
@@ -87,7 +95,7 @@ def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
     assert all(cost["leaving_bytes"] < none["leaving_bytes"] for cost in coded)
 
 
-SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))
+SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "4"))
 
 
 @pytest.mark.slow
@@ -95,24 +103,24 @@ SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))
 def test_any_schedule_of_losses_and_returns_has_the_same_rounds(
     run_file: Path, tmp_path: Path, seed: int
 ) -> None:
-    codec = ("none", "int4", "topk")[seed % 3]
+    how = list(HOWS)[seed % len(HOWS)]
     chooser, folder = random.Random(seed), tmp_path / "disturbed"
     points = sorted(chooser.sample(range(1, ROUNDS - 6), 4))
     leave_at = points.pop(chooser.randrange(len(points)))
     faults = {point: chooser.choice((signal.SIGKILL, signal.SIGSTOP)) for point in points}
     before = {point: fault for point, fault in faults.items() if point < leave_at}
     after = {point: fault for point, fault in faults.items() if point > leave_at}
-    _disturb(run_file, folder, codec, chooser, before, leave_at).succeeds()
-    _disturb(run_file, folder, codec, chooser, after, None).succeeds()
+    _disturb(run_file, folder, how, chooser, before, leave_at).succeeds()
+    _disturb(run_file, folder, how, chooser, after, None).succeeds()
     lost = [r.event for r in read_journal(FolderStore(folder)) if isinstance(r.event, WorkerLost)]
     assert len(lost) >= len(faults)
-    _check(folder, _alone(run_file, codec))
+    _check(folder, _alone(run_file, how))
 
 
 def _disturb(
     run_file: Path,
     folder: Path,
-    codec: str,
+    how: str,
     chooser: random.Random,
     faults: dict[int, signal.Signals],
     leave_at: int | None,
@@ -120,7 +128,7 @@ def _disturb(
     """Train with a number of workers that is drawn, and hit one of them after each of some
     rounds."""
     before = len(read_journal(FolderStore(folder))) if folder.exists() else 0
-    process = _train(run_file, folder, chooser.choice((1, 2, 3)), codec)
+    process = _train(run_file, folder, chooser.choice((1, 2, 3)), how)
     run, due, pids, hit = FollowedRun(folder, process), dict(faults), dict[int, int](), 0
     for record in islice(run.records(), before, None):
         event = record.event
@@ -147,8 +155,8 @@ def _disturb(
     return ended
 
 
-def _train(run_file: Path, folder: Path, workers: int, codec: str) -> subprocess.Popen[str]:
-    more = f"layout.workers={workers}", f"outer.codec.name={codec}"
+def _train(run_file: Path, folder: Path, workers: int, how: str) -> subprocess.Popen[str]:
+    more = f"layout.workers={workers}", *HOWS[how]
     return start("train", run_file, f"folder={folder}", *SETTINGS, *more)
 
 

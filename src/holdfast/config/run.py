@@ -274,6 +274,11 @@ class RunConfig(Section):
                 f"{key} do not divide train.batch_size {train.batch_size}, the samples of an inner "
                 f"step over all learners: use train.batch_size {best}"
             )
+        if outer.fragments > self.model.layers:
+            yield (
+                f"outer.fragments {outer.fragments} are more than the {self.model.layers} blocks "
+                f"of the model: use outer.fragments {self.model.layers}"
+            )
         share = train.batch_size // outer.learners
         if train.microbatch_size and share % train.microbatch_size:
             yield (
@@ -317,7 +322,7 @@ class RunConfig(Section):
         outer, train = self.outer, self.train
         if not outer.is_on:
             return train
-        samples, update = train.batch_size * outer.every_steps, outer.optimizer
+        samples, update = train.batch_size * outer.inner_steps, outer.optimizer
         applied = OptimizerConfig(
             name="sgd",
             learning_rate=update.learning_rate,

@@ -67,7 +67,7 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
-        "outer": ("average", "every_steps", "faulty", "learners"),
+        "outer": ("average", "every_steps", "faulty", "fragments", "learners"),
         "outer.codec": ("error_feedback", "name", "share"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "rollout": (

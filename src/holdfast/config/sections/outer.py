@@ -77,6 +77,9 @@ class OuterConfig(Section):
     workers exchange gradients in each step"""
     every_steps: Never[int] = Field(30, ge=1, le=10**6)
     """inner steps of a learner in a round"""
+    fragments: Never[int] = Field(1, ge=1, le=4096)
+    """parts of the weights, of which each round exchanges one in turn. A round then has
+    every_steps / fragments inner steps, and each part is exchanged once in every_steps"""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     average: Never[Average] = "mean"
     """of the learners' changes. mean: each counts once; token_weighted: by the tokens of its round.
@@ -89,6 +92,11 @@ class OuterConfig(Section):
     def is_on(self) -> bool:
         """Return True if the run has learners."""
         return self.learners > 0
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of a round."""
+        return self.every_steps // self.fragments
 
     def refuse_one_state(self, what: str, where: str, remedy: str) -> None:
         """Raises ConfigError for a run with learners. what: it holds the state of one optimizer."""
@@ -116,6 +124,12 @@ class OuterConfig(Section):
         return self.is_on and (self.codec.is_on or self.is_robust)
 
     def broken_rules(self) -> Iterator[str]:
+        if self.is_on and self.every_steps % self.fragments:
+            good = max(1, round(self.every_steps / self.fragments)) * self.fragments
+            yield (
+                f"fragments {self.fragments} do not divide every_steps {self.every_steps}: use "
+                f"every_steps {good}"
+            )
         if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:
             yield (
                 f"faulty {self.faulty} of learners {self.learners} are no minority: use faulty "
@@ -128,7 +142,7 @@ class OuterConfig(Section):
         if not self.is_on:
             return
         yield (
-            f"outer.learners {self.learners}: a step is a round of {self.every_steps} inner steps; "
+            f"outer.learners {self.learners}: a step is a round of {self.inner_steps} inner steps; "
             "the curve is another one than that of workers that exchange in each step"
         )
         if not has_snapshots:

@@ -20,6 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import adapter_shardings, lora_parameters
+from holdfast.core.sharding.fragments import cut_cells
 from holdfast.core.sharding.optimizer_state import optimizer_rows, velocity_rows
 from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
@@ -28,6 +29,7 @@ from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
     ERROR_PREFIX,
     STATE_DTYPE,
+    WEIGHTS_PREFIX,
     StateTable,
     TensorSpec,
     lagged_policy_rows,
@@ -136,6 +138,8 @@ def run_state_table(config: RunConfig) -> StateTable:
         kept = tuple(chain(*optimizer_rows(train.optimizer, parameters)))
         if config.outer.codec.keeps_error:
             kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
+        if config.outer.fragments > 1:
+            kept += tuple(replace(row, name=WEIGHTS_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
     if config.layout.keeps_velocity:
         rows += velocity_rows(parameters)
@@ -155,7 +159,10 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
             GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
             for spec, row, cut in zip(*found, strict=True)
         ]
-    return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
+    cells = cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
+    if (fragments := config.outer.fragments) > 1:
+        return cut_cells(cells, run_parameters(config), fragments)
+    return cells
 
 
 def count_blocks(config: RunConfig) -> int:

@@ -168,6 +168,7 @@ def lagged_policy_rows(parameters: StateTable, lag: int) -> StateTable:
 
 LEARNER_PREFIX = "learners."
 ERROR_PREFIX = "outer_error."
+WEIGHTS_PREFIX = "outer_weights."
 """Of what a codec has left out of a learner's changes so far."""
 
 

@@ -16,6 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.core.devices import device_kind, run_device_kind
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.fragments import fragment_of
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
@@ -33,6 +34,7 @@ from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.cell_team import CellTeam
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
+from holdfast.parallel.outer.fragments import FragmentGradients
 from holdfast.parallel.torch_compat import (
     Store,
     give_memory,
@@ -44,7 +46,7 @@ from holdfast.parallel.torch_compat import (
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.executors import Executor
-from holdfast.training.engine.learners import GradientsOfAll, LearnerExecutor
+from holdfast.training.engine.learners import FragmentsOfAll, GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
@@ -337,7 +339,12 @@ def _replicated_feed(
     """Sum the gradients of plain parameters. wanted: the parts of `boxes` that this rank trains."""
     config = parts.config
 
+    gradients: Callable[..., ReplicatedGradients]
     gradients = GradientsOfAll if config.outer.sends_all else ReplicatedGradients
+    if config.outer.fragments > 1:
+        made = FragmentsOfAll if config.outer.sends_all else FragmentGradients
+        numbers = fragment_of(run_parameters(config), config.outer.fragments)
+        gradients = partial(made, numbers=numbers)
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return gradients(

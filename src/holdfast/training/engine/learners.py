@@ -22,15 +22,23 @@ from torch import Tensor
 
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.train import TrainConfig
+from holdfast.core.sharding.fragments import fragment_of
 from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.reduction_tree import Shares
-from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, learner_shares
+from holdfast.core.sharding.state_table import (
+    ERROR_PREFIX,
+    LEARNER_PREFIX,
+    WEIGHTS_PREFIX,
+    learner_shares,
+)
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replicated import ReplicatedGradients
+from holdfast.parallel.gradients.feeder import GradientFeeder
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.outer.codecs import Codec, make_codec
+from holdfast.parallel.outer.fragments import FragmentGradients
 from holdfast.parallel.outer.payloads import PayloadRound
 from holdfast.parallel.outer.rules import combine
 from holdfast.training.engine.executors import Executor, Share
@@ -39,6 +47,8 @@ from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
+from holdfast.training.optimizers.optimizer import Optimizer
+from holdfast.training.optimizers.torch_optimizer import OptimizerParts
 
 LearnerSlots = list[list[Tensor | None]]
 """By slot and parameter: [learners of this rank, *shape]; None where the parameter has none. With
@@ -48,7 +58,7 @@ error feedback, the last slot is what was left out."""
 def inner_train(config: RunConfig) -> TrainConfig:
     """Return `train` of an inner step: its schedule counts inner steps, so that the rate follows
     the samples and not the rounds."""
-    train, every = config.train, config.outer.every_steps
+    train, every = config.train, config.outer.inner_steps
     schedule = train.schedule
     counts = {key: getattr(schedule, key) * every for key in ("steps", "warmup_steps")}
     counts["decay_steps"] = schedule.decay_steps * every
@@ -78,7 +88,7 @@ class LearnerExecutor(Executor):
         super().__init__(passes.arguments)
         self._passes, self._inner, self._parameters = passes, inner, parameters
         self._working, self._user, self._train = list(working), user, inner_train(config)
-        self._every = config.outer.every_steps
+        self._every = config.outer.inner_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
         self._rule = config.outer.average if config.outer.is_robust else ""
@@ -98,6 +108,17 @@ class LearnerExecutor(Executor):
         if codec.keeps_error:
             like.append(self._working)
             self._prefixes.append(ERROR_PREFIX)
+        fragments = config.outer.fragments
+        of = fragment_of(parameters.table, fragments)
+        numbers = [of[row.name] for row in parameters.table]
+        self._fragments = [
+            [i for i, number in enumerate(numbers) if number == fragment]
+            for fragment in range(fragments)
+        ]
+        self._open = self._fragments[0]  # parameters that the open round exchanges
+        if fragments > 1:
+            like.append(self._working)
+            self._prefixes.append(WEIGHTS_PREFIX)
         self._states, self._next_states = self._make_states(like), self._make_states(like)
         self.times = PhaseTimer()  # of a round: inner, codec, give, wait
 
@@ -108,11 +129,33 @@ class LearnerExecutor(Executor):
             for tensors in like
         ]
 
+    def _kept(self, prefix: str, states: LearnerSlots) -> list[Tensor] | None:
+        """What `states` have of every parameter under a prefix: [learners of this rank, *shape].
+        None: the run keeps no such thing."""
+        if prefix not in self._prefixes:
+            return None
+        found = [state for state in states[self._prefixes.index(prefix)] if state is not None]
+        assert len(found) == len(self._working), "every parameter has one"
+        return found
+
     # --- a round --------------------------------------------------------------------------
+    def open(self, step: int, gradients: GradientFeeder, optimizer: Optimizer) -> None:
+        """See `LearnerStates`. With fragments, a round exchanges one of them."""
+        number = (step - 1) % len(self._fragments)
+        self._open = self._fragments[number]
+        if isinstance(gradients, FragmentGradients):
+            assert isinstance(optimizer, OptimizerParts), "the outer optimizer is SGD"
+            gradients.open_fragment(number, self._open)
+            optimizer.only = frozenset(self._open)
+
+    def _of_open(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the parameters that the open round exchanges."""
+        return [tensors[index] for index in self._open]
+
     def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
         """Run the round of each learner. Its loss is the sum over all its inner steps."""
         codec, exchange = self._codec, None
-        count = sum(t.numel() for t in self._working)
+        count = sum(t.numel() for t in self._of_open(self._working))
         if codec is not None and isinstance(listener, GradientsOfAll):
             size = codec.payload_bytes(count)
             exchange = PayloadRound(self._groups.control, self._shares, size)
@@ -152,10 +195,10 @@ class LearnerExecutor(Executor):
     def _changes(self, batch: Any) -> list[Tensor]:
         """What the inner steps have taken off the weights, with the weight of the learner."""
         weight = 1.0 if self.counts_alike else float(batch.tokens)
-        masters = self._parameters.master_tensors
+        masters = self._of_open(self._parameters.master_tensors)
         return [
             torch.sub(old, new).mul_(weight)
-            for old, new in zip(masters, self._working, strict=True)
+            for old, new in zip(masters, self._of_open(self._working), strict=True)
         ]
 
     @torch.no_grad()
@@ -164,7 +207,7 @@ class LearnerExecutor(Executor):
             listener.fill_leaf(learner, changes)
             return
         listener.start_leaf(learner)
-        for parameter, change in zip(self._inner.parameters, changes, strict=True):
+        for parameter, change in zip(self._of_open(self._inner.parameters), changes, strict=True):
             listener.give(parameter, change.to(parameter.dtype))
         listener.end_leaf()
 
@@ -172,23 +215,22 @@ class LearnerExecutor(Executor):
     def _encode(self, learner: int, changes: Sequence[Tensor], codec: Codec) -> Tensor:
         """The payload of a learner, and what it leaves out for the learner's next round."""
         row, flat = self._own.index(learner), _flat(changes)
-        if ERROR_PREFIX in self._prefixes:
-            left = [error[row] for error in self._states[-1] if error is not None]
+        errors = self._kept(ERROR_PREFIX, self._states)
+        if errors is not None:
+            left = [error[row] for error in self._of_open(errors)]
             flat.add_(_flat(left), alpha=self._feedback)
         payload = codec.encode(flat)
-        if ERROR_PREFIX in self._prefixes:
+        if (errors := self._kept(ERROR_PREFIX, self._next_states)) is not None:
             parts = self._split(flat - codec.decode(payload, flat.numel()))
-            for error, part in zip(self._next_states[-1], parts, strict=True):
-                assert error is not None, "every parameter has one"
+            for error, part in zip(self._of_open(errors), parts, strict=True):
                 error[row].copy_(part)
         return payload.cpu()
 
     def _split(self, flat: Tensor) -> list[Tensor]:
-        """[n] fp32 -> a tensor for each parameter"""
-        parts = torch.split(flat, [t.numel() for t in self._working])
-        return [
-            part.view(t.shape).to(t.dtype) for part, t in zip(parts, self._working, strict=True)
-        ]
+        """[n] fp32 -> a tensor for each parameter that the round exchanges"""
+        like = self._of_open(self._working)
+        parts = torch.split(flat, [t.numel() for t in like])
+        return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, like, strict=True)]
 
     def _run_round(self, learner: int, batch: Any, listener: GradientListener) -> Tensor:
         row = self._own.index(learner)
@@ -234,7 +276,9 @@ class LearnerExecutor(Executor):
 
     @torch.no_grad()
     def _begin_learner(self, row: int) -> None:
-        torch._foreach_copy_(self._working, self._parameters.master_tensors)
+        own = self._kept(WEIGHTS_PREFIX, self._states)
+        begin = self._parameters.master_tensors if own is None else [t[row] for t in own]
+        torch._foreach_copy_(self._working, begin)
         self._update_compute_tensors()
         for slot, states in zip(self._optimizer.slots, self._states, strict=False):
             for tensor, state in zip(slot.tensors, states, strict=True):
@@ -247,6 +291,8 @@ class LearnerExecutor(Executor):
             for tensor, state in zip(slot.tensors, states, strict=True):
                 if tensor is not None and state is not None:
                     state[row].copy_(tensor)
+        if (own := self._kept(WEIGHTS_PREFIX, self._next_states)) is not None:
+            torch._foreach_copy_([t[row] for t in own], self._working)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
@@ -265,10 +311,14 @@ class LearnerExecutor(Executor):
     @torch.no_grad()
     def commit(self) -> None:
         """See `LearnerStates`. The tensors that a checkpoint holds are overwritten only here."""
-        for states, new in zip(self._states, self._next_states, strict=True):
-            for state, value in zip(states, new, strict=True):
-                if state is not None and value is not None:
+        pairs = zip(self._prefixes, self._states, self._next_states, strict=True)
+        for prefix, states, new in pairs:
+            for index, (state, value) in enumerate(zip(states, new, strict=True)):
+                is_new = prefix != ERROR_PREFIX or index in self._open
+                if is_new and state is not None and value is not None:
                     state.copy_(value)
+        if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
+            _fill(self._of_open(own), self._of_open(self._parameters.master_tensors))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -276,6 +326,8 @@ class LearnerExecutor(Executor):
         for state in (state for states in self._states for state in states):
             if state is not None:
                 state.zero_()
+        if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
+            _fill(own, self._parameters.master_tensors)
 
     def state(self) -> list[LocalTensor]:
         """See `LearnerStates`; in the order of the state table."""
@@ -299,6 +351,16 @@ class GradientsOfAll(ReplicatedGradients):
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
         """Start a round. shares: of the ranks, which make no difference here."""
         super().begin(leaves, (tuple(range(leaves)),))
+
+
+class FragmentsOfAll(FragmentGradients, GradientsOfAll):
+    """The same, of one fragment."""
+
+
+def _fill(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Give all learners the same values. kept: [learners, *shape]"""
+    for state, tensor in zip(kept, tensors, strict=True):
+        state.copy_(tensor.expand_as(state))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

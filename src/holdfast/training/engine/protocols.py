@@ -7,7 +7,7 @@ loop itself knows no process, no file and no network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from holdfast.data.stream.loader import StepBatch
 from holdfast.events import Event
@@ -15,6 +15,10 @@ from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import Wishes
+
+if TYPE_CHECKING:
+    from holdfast.parallel.gradients.feeder import GradientFeeder
+    from holdfast.training.optimizers.optimizer import Optimizer
 
 
 class Membership(Protocol):
@@ -79,6 +83,10 @@ class LearnerStates(Protocol):
     counts_alike: bool
     times: PhaseTimer
     on_progress: Callable[[], None]
+
+    def open(self, step: int, gradients: GradientFeeder, optimizer: Optimizer) -> None:
+        """Choose what a round exchanges and updates. gradients: they begin next."""
+        ...
 
     def rate(self, step: int) -> float:
         """The rate of the last inner step of a round."""
