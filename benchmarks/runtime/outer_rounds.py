@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import inf, isfinite
 from pathlib import Path
@@ -46,7 +47,7 @@ UPDATES: tuple[dict[str, Any], ...] = (
 SEEDS = (1, 2, 3)
 STUDENT_T_95 = 4.303  # two-sided, of three values
 HOSTILE_LEARNERS, HOSTILE_STEPS = 8, 10
-RULES = tuple(rule for rule in get_args(Average) if rule != "token_weighted")
+RULES = tuple(rule for rule in get_args(Average) if rule not in ("token_weighted", "rda"))
 Attack = Callable[[Tensor, Tensor, int], Tensor]
 """(honest changes, the honest changes of the round before, number of a hostile learner) -> its own.
 [learners, n] -> [n]"""
@@ -179,6 +180,11 @@ def train(
     return found if isfinite(found) else inf
 
 
+@cache
+def _data_parallel(seed: int, steps: int, optimizer: str) -> float:
+    return train(config_of(seed, steps, optimizer, {}))
+
+
 def _interval(values: list[float]) -> str:
     half = STUDENT_T_95 * stdev(values) / len(values) ** 0.5
     return f"{mean(values):+.1f} % +- {half:.1f}"
@@ -189,7 +195,7 @@ def compare_losses(
 ) -> None:
     """Print the loss of each cell over that of data parallelism, with 95 % intervals of 3 seeds."""
     for optimizer in optimizers:
-        base = {seed: train(config_of(seed, steps, optimizer, {})) for seed in SEEDS}
+        base = {seed: _data_parallel(seed, steps, optimizer) for seed in SEEDS}
         read = f"{steps * BATCH * LENGTH:,} bytes"
         print(f"{optimizer}: data parallel {mean(base.values()):.4f} nats, {read}")
         for learners, every in cells:
@@ -276,9 +282,11 @@ def main() -> None:
         compare_losses(given.steps, given.optimizers, cells)
     else:
         for codec in (
+            {"name": "none"},
             {"name": "bf16"},
             {"name": "int8"},
             {"name": "int4"},
+            {"name": "int2"},
             {"name": "topk", "share": 0.05},
         ):
             print(codec)

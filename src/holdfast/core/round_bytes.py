@@ -10,7 +10,7 @@ from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, maximal
 
 BLOCK = 256  # values with one scale
 CHUNK = 4096  # values among which the largest are chosen; an index of 16 bits reaches all
-ITEM_BYTES = 4  # of a value of a change, and of a scale
+ITEM_BYTES = 4  # of a value of a change, of a scale, and of the two magnitudes of int2
 
 
 def payload_bytes(codec: str, share: float, values: int) -> int:
@@ -20,7 +20,7 @@ def payload_bytes(codec: str, share: float, values: int) -> int:
         return ITEM_BYTES * values
     if codec == "bf16":
         return 2 * values
-    if codec in ("int8", "int4"):
+    if codec in ("int8", "int4", "int2"):
         bits = int(codec.removeprefix("int"))
         return runs_of(values, BLOCK) * (BLOCK * bits // 8 + ITEM_BYTES)
     if codec == "topk":

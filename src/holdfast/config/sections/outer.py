@@ -13,6 +13,7 @@ from holdfast.errors import ConfigError
 Average = Literal[
     "mean",
     "token_weighted",
+    "rda",
     "median",
     "trimmed_mean",
     "geometric_median",
@@ -47,9 +48,9 @@ class OuterOptimizerConfig(Section):
 class OuterCodecConfig(Section):
     """How the change of a learner's weights is coded for its way to the other workers."""
 
-    name: Never[Literal["none", "bf16", "int8", "int4", "topk"]] = "none"
-    """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. topk: the largest
-    values of each 4,096. A coded change goes to each worker"""
+    name: Never[Literal["none", "bf16", "int8", "int4", "int2", "topk"]] = "none"
+    """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. int2: with two
+    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker"""
     share: Never[float] = Field(
         0.01, gt=0, le=1, description="topk: part of the values that is sent"
     )
@@ -83,7 +84,8 @@ class OuterConfig(Section):
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     average: Never[Average] = "mean"
     """of the learners' changes. mean: each counts once; token_weighted: by the tokens of its round.
-    The rest bound what a minority of wrong changes can do; each worker then gets all changes"""
+    rda: of each tensor the mean norm, along the mean direction. The rest bound what a minority of
+    wrong changes can do. With these and rda each worker gets all changes"""
     faulty: Never[int] = Field(1, ge=0)
     """trimmed_mean, krum, multi_krum: learners that may be wrong"""
     codec: OuterCodecConfig = OuterCodecConfig()
@@ -109,8 +111,8 @@ class OuterConfig(Section):
             )
 
     @property
-    def is_robust(self) -> bool:
-        """Return True if `average` is a rule that wrong changes do not move far."""
+    def needs_all(self) -> bool:
+        """Return True if `average` takes each change, and not only the sum of all."""
         return self.average not in ("mean", "token_weighted")
 
     @property
@@ -121,7 +123,7 @@ class OuterConfig(Section):
     @property
     def sends_all(self) -> bool:
         """Return True if each worker gets the change of each learner, and not only their sum."""
-        return self.is_on and (self.codec.is_on or self.is_robust)
+        return self.is_on and (self.codec.is_on or self.needs_all)
 
     def broken_rules(self) -> Iterator[str]:
         if self.is_on and self.every_steps % self.fragments:

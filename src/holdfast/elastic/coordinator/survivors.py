@@ -35,7 +35,7 @@ from holdfast.policy.recovery.survivors import (
 )
 from holdfast.policy.saving.tiers import DISK, MEMORY, PEERS
 
-_MAX_TOPOLOGIES = 16  # topologies of older generations: no process holds a state for longer
+_MAX_TOPOLOGIES = 16  # of older generations in whose layout no process holds a state
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,11 @@ class RecoveryPlanner:
         self._table = run_state_table(config)
         self._sizes = StateSizes.of_table(self._table, count_blocks(config))
         self._topologies: dict[int, Topology] = {}
+        self._held_generations: set[int] = set()  # that lay out the states of the newest plan
 
     def remember_topology(self, topology: Topology) -> None:
         self._topologies[topology.generation] = topology
-        for old in sorted(self._topologies)[:-_MAX_TOPOLOGIES]:
+        for old in sorted(self._topologies.keys() - self._held_generations)[:-_MAX_TOPOLOGIES]:
             del self._topologies[old]
 
     def plan_recovery(
@@ -174,6 +175,7 @@ class RecoveryPlanner:
         """Return the newest generation whose state is complete, or why there is none."""
         why = "nobody is left who holds a state"
         stood = {one.state[0] for one in held_states.values() if one.state is not None}
+        self._held_generations = stood
         for generation in sorted(stood & self._topologies.keys(), reverse=True):
             before = self._topologies[generation]
             processes = {

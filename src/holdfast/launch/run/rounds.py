@@ -29,9 +29,9 @@ from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import read_journal
 
-CODECS = ("none", "bf16", "int8", "int4", "topk")
+CODECS = ("none", "bf16", "int8", "int4", "int2", "topk")
 AUTO_CODECS = ("none", "bf16", "int8", "int4")
-"""Those that are chosen without being asked for. `topk` drops most values of a change."""
+"""Those that are chosen unasked. `int2` and `topk` lose a large part of a change."""
 MEASURE_LIMIT_S = 300.0
 _MBIT = 1e6 / 8
 _SHORT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?")
@@ -203,7 +203,7 @@ def codec_choices(
     times = json.loads(done.stdout)
     found = []
     for name in names:
-        if name == "none" and not outer.is_robust:
+        if name == "none" and not outer.needs_all:
             found.append(CodecChoice(name, 0))
             continue
         size = payload_bytes(name, outer.codec.share, values)

@@ -8,6 +8,9 @@ size, so no lengths travel.
     bf16   the upper half of each fp32, rounded: 2 bytes
     int8   blocks of `BLOCK` values with one fp32 scale, the largest magnitude / 127: 1 byte
     int4   the same with 7 in place of 127: half a byte
+    int2   blocks of `BLOCK` values with two bf16 magnitudes: a sign and a choice of magnitude, a
+           quarter of a byte. A value at or above the block's root mean square takes the larger one.
+           Each is the mean of the magnitudes that it stands for
     topk   of each chunk of `CHUNK` values the largest `share`, as index and bf16: 4 bytes for each
            that is kept. The rest is 0
 
@@ -49,6 +52,8 @@ def make_codec(name: str, share: float) -> Codec:
     if name in ("int8", "int4"):
         bits = int(name.removeprefix("int"))
         return Codec(size, partial(_encode_blocks, bits), partial(_decode_blocks, bits))
+    if name == "int2":
+        return Codec(size, _encode_signs, _decode_signs)
     if name == "topk":
         kept = kept_of(share)
         return Codec(size, partial(_encode_largest, kept), partial(_decode_largest, kept))
@@ -95,6 +100,30 @@ def _decode_blocks(bits: int, payload: Tensor, count: int) -> Tensor:
         stored = ((stored ^ 8) - 8).view(torch.int8).view(torch.uint8)  # the sign of 4 bits
     codes = stored.view(torch.int8).to(torch.float32).view(blocks, BLOCK)
     return (codes * scales).view(-1)[:count]
+
+
+def _encode_signs(values: Tensor) -> Tensor:
+    """The two magnitudes of all blocks first, then the codes: 1: the larger one; 2: a minus."""
+    rows, is_value = _rows(values, BLOCK), _rows(torch.ones_like(values), BLOCK) > 0
+    sizes, largest = rows.abs(), rows.abs().amax(1, keepdim=True)
+    shares = torch.where(largest > 0, sizes / largest, 0).square().sum(1, keepdim=True)
+    level = largest * (shares / is_value.sum(1, keepdim=True)).sqrt()
+    is_large = sizes >= level
+    groups = torch.stack([is_value & ~is_large, is_value & is_large], 1)  # [blocks, 2, BLOCK]
+    totals = torch.where(groups, sizes[:, None], 0).sum(2)
+    magnitudes = totals / groups.sum(2).clamp_min(1)
+    codes = (is_large.to(torch.uint8) | (rows < 0).to(torch.uint8) << 1).view(-1, 4)
+    stored = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+    return torch.cat([_bytes(magnitudes.to(torch.bfloat16)), stored])
+
+
+def _decode_signs(payload: Tensor, count: int) -> Tensor:
+    blocks = runs_of(count, BLOCK)
+    magnitudes = payload[: 4 * blocks].clone().view(torch.bfloat16).to(torch.float32).view(-1, 2)
+    stored = payload[4 * blocks :]
+    codes = torch.stack([stored >> shift & 3 for shift in (0, 2, 4, 6)], 1).view(blocks, BLOCK)
+    sizes = magnitudes.gather(1, (codes & 1).to(torch.int64))
+    return torch.where(codes > 1, -sizes, sizes).view(-1)[:count]
 
 
 def _encode_largest(kept: int, values: Tensor) -> Tensor:

@@ -16,9 +16,14 @@ bits. x: [learners, n].
                       (Karimireddy et al., 2021)
 
 A change that is not finite is left out before. Each one counts as one of the `faulty` ones.
+
+`rda` bounds nothing. It keeps the length of changes that point in unlike directions, whose mean is
+shorter than each of them (Decoupled DiLoCo, 2604.21428).
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +56,21 @@ def combine(rule: str, changes: Tensor, faulty: int) -> Tensor:
         radius = float(median(torch.linalg.vector_norm(x - middle, dim=1)[:, None]))
         return centred_clipping(x, middle, radius, _CLIPPING_ITERATIONS)
     raise ValueError(f"no rule {rule!r}")
+
+
+def rda(x: Tensor, sizes: Sequence[int], plain: Collection[int]) -> Tensor:
+    """Return for each tensor the mean norm of its changes, along the mean of their directions.
+
+    x: [learners, n] -> [n]. sizes: values of each tensor, in their order in x. plain: the places of
+    tensors that get the mean.
+    """
+    results = []
+    for place, part in enumerate(torch.split(x, list(sizes), dim=1)):
+        norms = torch.linalg.vector_norm(part, dim=1, keepdim=True)
+        direction = (part / norms.clamp_min(1e-30)).mean(0)
+        length = torch.linalg.vector_norm(direction).clamp_min(1e-30)
+        results.append(part.mean(0) if place in plain else direction * (norms.mean() / length))
+    return torch.cat(results)
 
 
 def median(x: Tensor) -> Tensor:

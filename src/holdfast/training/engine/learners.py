@@ -40,7 +40,7 @@ from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.outer.codecs import Codec, make_codec
 from holdfast.parallel.outer.fragments import FragmentGradients
 from holdfast.parallel.outer.payloads import PayloadRound
-from holdfast.parallel.outer.rules import combine
+from holdfast.parallel.outer.rules import combine, rda
 from holdfast.training.engine.executors import Executor, Share
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
@@ -91,7 +91,7 @@ class LearnerExecutor(Executor):
         self._every = config.outer.inner_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
-        self._rule = config.outer.average if config.outer.is_robust else ""
+        self._rule = config.outer.average if config.outer.needs_all else ""
         self._faulty = config.outer.faulty
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None
@@ -188,7 +188,14 @@ class LearnerExecutor(Executor):
         all: the remaining ones are zeros."""
         if not self._rule:
             return changes
-        result = combine(self._rule, torch.stack(changes), self._faulty).mul_(self._learners)
+        if self._rule == "rda":
+            sizes = [tensor.numel() for tensor in self._working]
+            names = enumerate(row.name for row in self._parameters.table)
+            embeddings = {place for place, name in names if name.startswith("embed.")}
+            result = rda(torch.stack(changes), sizes, embeddings)
+        else:
+            result = combine(self._rule, torch.stack(changes), self._faulty)
+        result.mul_(self._learners)
         return [result, *(torch.zeros_like(result) for _ in changes[1:])]
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from holdfast.parallel.outer.codecs import BLOCK, CHUNK, make_codec
 
 COUNT = 2 * CHUNK + 777
 BLOCKS, CHUNKS = -(-COUNT // BLOCK), 3
+NAMES = ("bf16", "int8", "int4", "int2", "topk")
 
 
 def _values(seed: int) -> torch.Tensor:
@@ -22,6 +23,7 @@ def _values(seed: int) -> torch.Tensor:
         ("bf16", 1.0, 2 * COUNT),
         ("int8", 1.0, BLOCKS * (BLOCK + 4)),
         ("int4", 1.0, BLOCKS * (BLOCK // 2 + 4)),
+        ("int2", 1.0, BLOCKS * (BLOCK // 4 + 4)),
         ("topk", 0.01, CHUNKS * 41 * 4),
     ],
 )
@@ -44,6 +46,14 @@ def test_a_block_is_off_by_half_a_level_at_most(name: str, largest: int) -> None
     assert bool((error.amax(1) <= level * 0.5001).all())
 
 
+def test_two_bits_keep_seven_eighths_of_a_normal_block() -> None:
+    """The best four levels for a normal distribution lose 0.118 of its variance (Max, 1960)."""
+    values = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(5))
+    codec = make_codec("int2", 1.0)
+    error = codec.decode(codec.encode(values), len(values)) - values
+    assert float(error.square().mean() / values.square().mean()) < 0.125
+
+
 def test_topk_keeps_the_largest_of_each_chunk() -> None:
     codec, values = make_codec("topk", 0.25), _values(3)[:CHUNK]
     decoded = codec.decode(codec.encode(values), CHUNK)
@@ -52,7 +62,7 @@ def test_topk_keeps_the_largest_of_each_chunk() -> None:
     assert values[kept].abs().min() >= values[~kept].abs().max()
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_sent_and_what_is_left_are_all_there_was(name: str) -> None:
     codec = make_codec(name, 0.05)
     left, sent, total = torch.zeros(COUNT), torch.zeros(COUNT), torch.zeros(COUNT)
@@ -65,7 +75,7 @@ def test_what_is_sent_and_what_is_left_are_all_there_was(name: str) -> None:
     assert torch.allclose(sent + left, total, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     codec, values = make_codec(name, 0.01), _values(4)

@@ -20,6 +20,7 @@ from holdfast.parallel.outer.rules import (
     krum,
     median,
     multi_krum,
+    rda,
     trimmed_mean,
 )
 
@@ -87,6 +88,18 @@ def test_a_minority_moves_no_rule_far(rule: str, bad: float) -> None:
 def test_equal_changes_are_left_as_they_are(rule: str) -> None:
     same = _changes(3)[:1].float().expand(LEARNERS, SIZE)
     assert torch.allclose(combine(rule, same, 1), same[0], atol=1e-5)
+
+
+def test_rda_keeps_the_length_of_changes_in_unlike_directions() -> None:
+    """Of orthogonal changes the mean is shorter by the root of their number."""
+    x = torch.zeros(4, 10)
+    x[range(4), range(4)] = torch.tensor([1.0, 1.0, 3.0, 3.0])
+    x[:, 6:] = x[:, :4]
+    found = rda(x, (6, 4), {1})
+    assert torch.allclose(found[:6].norm(), torch.tensor(2.0))
+    assert torch.allclose(found[:4] / found[:4].norm(), torch.full((4,), 0.5))
+    assert torch.equal(found[6:], x[:, 6:].mean(0))
+    assert bool(rda(torch.zeros(3, 5), (5,), ()).eq(0).all())
 
 
 def test_without_a_finite_change_there_is_no_result() -> None:
