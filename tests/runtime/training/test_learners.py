@@ -55,7 +55,10 @@ def _rounds(rank: RankContext, **changes: Any) -> list[str]:
         {"outer": LEARNERS | {"average": "rda", "codec": {"name": "int2"}}},
         {"outer": LEARNERS | {"codec": {"name": "topk", "share": 0.1}}},
         {"outer": LEARNERS | FRAGMENTS},
-        {"outer": LEARNERS | FRAGMENTS | {"codec": {"name": "int4"}}, "train__precision": "bf16"},
+        {
+            "outer": LEARNERS | FRAGMENTS | {"codec": {"name": "int4"}, "average": "rda"},
+            "train__precision": "bf16",
+        },
     ],
 )
 def test_a_round_has_the_same_bits_for_any_number_of_workers(changes: dict[str, Any]) -> None:

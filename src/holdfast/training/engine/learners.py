@@ -189,8 +189,8 @@ class LearnerExecutor(Executor):
         if not self._rule:
             return changes
         if self._rule == "rda":
-            sizes = [tensor.numel() for tensor in self._working]
-            names = enumerate(row.name for row in self._parameters.table)
+            sizes = [tensor.numel() for tensor in self._of_open(self._working)]
+            names = enumerate(self._parameters.table[index].name for index in self._open)
             embeddings = {place for place, name in names if name.startswith("embed.")}
             result = rda(torch.stack(changes), sizes, embeddings)
         else:
