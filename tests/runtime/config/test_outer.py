@@ -22,6 +22,15 @@ from tests.support.tiny_training import tiny
         ({"objective__kind": "dpo"}, "objective.kind dpo"),
         ({"outer__average": "krum", "outer__faulty": 2}, "faulty 2 of learners 3"),
         ({"outer__optimizer": {"momentum": 0}}, "Nesterov"),
+        ({"outer__mode": "free"}, "use average token_weighted"),
+        (
+            {
+                "outer__mode": "free",
+                "outer__average": "token_weighted",
+                "outer__free": {"quorum": 4},
+            },
+            "free.quorum 4 is more than learners 3",
+        ),
     ],
 )
 def test_it_names_the_key(changes: dict[str, Any], words: str) -> None:

@@ -46,6 +46,7 @@ from holdfast.parallel.torch_compat import (
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from holdfast.training.engine.learners import FragmentsOfAll, GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
@@ -213,7 +214,8 @@ def _learners(
     inner = ReplicatedGradients(named, boxes, teams, dtype=dtype, bucket_bytes=bucket_bytes)
     if working[0].dtype != dtype:
         working = [torch.zeros_like(master) for master in parameters.master_tensors]
-    return LearnerExecutor(config, groups, passes, inner, parameters, working, task.user_parts)
+    make = FreeLearnerExecutor if config.outer.is_free else LearnerExecutor
+    return make(config, groups, passes, inner, parameters, working, task.user_parts)
 
 
 def _cells_alone(config: RunConfig, groups: ProcessGroups) -> Cells:
