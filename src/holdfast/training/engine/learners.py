@@ -34,6 +34,7 @@ from holdfast.core.sharding.state_table import (
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
 from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.events import Event
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.feeder import GradientFeeder
@@ -64,6 +65,8 @@ class LearnerExecutor(Executor):
     what a learner updates: those tensors, or in mixed precision copies of theirs in fp32. step: the
     round that is open. Its `commit` and `state` are those of `LearnerStates`.
     """
+
+    applies_update = False
 
     def __init__(
         self,
@@ -343,6 +346,10 @@ class LearnerExecutor(Executor):
                 state.zero_()
         if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
             _fill(own, self._parameters.master_tensors)
+
+    def events(self) -> list[Event]:
+        """See `LearnerStates`: the loop tells of rounds."""
+        return []
 
     def state(self) -> list[LocalTensor]:
         """See `LearnerStates`; in the order of the state table."""
