@@ -34,7 +34,6 @@ from holdfast.parallel.comm.trace import SpanRecorder
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.gradients.cell_team import CellTeam
 from holdfast.parallel.gradients.feeder import Cells, GradientFeeder
-from holdfast.parallel.outer.fragments import FragmentGradients
 from holdfast.parallel.torch_compat import (
     Store,
     give_memory,
@@ -45,6 +44,7 @@ from holdfast.parallel.torch_compat import (
 )
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
+from holdfast.training.engine.fragments import FragmentGradients
 from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from holdfast.training.engine.learners import FragmentsOfAll, GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale

@@ -40,10 +40,10 @@ from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.feeder import GradientFeeder
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.outer.codecs import Codec, make_codec
-from holdfast.parallel.outer.fragments import FragmentGradients
 from holdfast.parallel.outer.payloads import PayloadRound
 from holdfast.parallel.outer.rules import combine, rda
 from holdfast.training.engine.executors import Executor, Share
+from holdfast.training.engine.fragments import FragmentGradients
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
