@@ -273,6 +273,25 @@ class OuterRound(Event, kind="outer_round", absent_if_empty={"inner_s", "codec_s
     waited_s: float = 0.0  # for coded changes of other ranks
 
 
+class LearnerChecked(Event, kind="learner_checked"):
+    """A rank has computed the round of another rank's learner again. The checker writes it."""
+
+    learner: int
+    rank: int  # that computed it first
+    checker: int  # -1: none
+    verdict: str  # equal, differs, other_state, no_checker (`parallel/outer/trust.py`)
+
+
+class ChangeLeftOut(Event, kind="change_left_out"):
+    """The change of a learner does not count in the round."""
+
+    learner: int
+    rank: int  # that computed it
+    node: str
+    reason: str  # a phrase
+    count: int  # changes of this learner that were left out so far
+
+
 class StepTraced(Event, kind="step_traced"):
     """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 

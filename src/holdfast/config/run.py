@@ -268,6 +268,11 @@ class RunConfig(Section):
                         f"{key} puts complete learners on a worker, and {where}.{axis} {degree} "
                         f"cuts the model: use {where}.{axis} 1"
                     )
+        if outer.trust.checks and layout.workers == 1:
+            yield (
+                "outer.trust.checks needs another worker, and layout.workers is 1: use "
+                "layout.workers 2, or checks 0"
+            )
         if train.batch_size % outer.learners:
             best = max(1, round(train.batch_size / outer.learners)) * outer.learners
             yield (

@@ -292,6 +292,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         rules += [
             ("outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"),
             ("outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"),
+            ("outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"),
             ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
         ]
     rules.append(("train.profile.ranks", not config.train.profile.steps, "no train.profile.steps"))

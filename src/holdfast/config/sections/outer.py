@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Never, Section
+from holdfast.config.sections.outer_trust import OuterTrustConfig
 from holdfast.errors import ConfigError
 
 Average = Literal[
@@ -86,6 +87,7 @@ class OuterConfig(Section):
     faulty: Never[int] = Field(1, ge=0)
     """trimmed_mean, krum, multi_krum: learners that may be wrong"""
     codec: OuterCodecConfig = OuterCodecConfig()
+    trust: OuterTrustConfig = OuterTrustConfig()
 
     @property
     def is_on(self) -> bool:
@@ -103,9 +105,14 @@ class OuterConfig(Section):
             )
 
     @property
+    def is_sum(self) -> bool:
+        """Return True if `average` can be made of the sum of all changes."""
+        return self.average in ("mean", "token_weighted")
+
+    @property
     def needs_all(self) -> bool:
-        """Return True if `average` takes each change, and not only the sum of all."""
-        return self.average not in ("mean", "token_weighted")
+        """Return True if a round takes each change, and not only the sum of all."""
+        return not self.is_sum or self.trust.is_on
 
     @property
     def counts_faulty(self) -> bool:
@@ -123,6 +130,9 @@ class OuterConfig(Section):
                 f"faulty {self.faulty} of learners {self.learners} are no minority: use faulty "
                 f"{(self.learners - 1) // 2}"
             )
+
+        if self.is_on and self.trust.is_on and self.average == "token_weighted":
+            yield "average token_weighted does not leave out changes: use average mean, or no trust"
 
     def notices(self, has_snapshots: bool) -> Iterator[str]:
         """Yield the lines that a run prints when it starts. has_snapshots: each round is kept in

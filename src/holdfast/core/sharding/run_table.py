@@ -27,6 +27,7 @@ from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_r
 from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
     ERROR_PREFIX,
+    REFUSED_ROW,
     STATE_DTYPE,
     StateTable,
     TensorSpec,
@@ -137,6 +138,8 @@ def run_state_table(config: RunConfig) -> StateTable:
         if config.outer.codec.keeps_error:
             kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
+        if config.outer.trust.is_on:
+            rows += (TensorSpec(REFUSED_ROW, "I64", (config.outer.learners,)),)
     if config.layout.keeps_velocity:
         rows += velocity_rows(parameters)
     return rows + lagged_policy_rows(parameters, config.rollout.lag if config.rollout.is_on else 0)

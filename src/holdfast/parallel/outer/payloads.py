@@ -52,18 +52,24 @@ class PayloadRound:
 
     def wait_for_all(self) -> dict[int, Tensor]:
         """Return the payloads of all learners. Raises PeerLostError."""
-        if self._receipts:
-            wait = AbortableWait(self._receive, "payloads")
-            self._peers.start_wait(wait)
-            try:
-                self._peers.join_wait(wait)
-            except RuntimeError as error:
-                raise _lost(error) from error
+        receive_all(self._peers, self._receipts)
         return self._payloads
 
-    def _receive(self, errand: AbortableWait) -> None:
-        for receipt in self._receipts:
+
+def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
+    """Wait until these messages have arrived. Raises PeerLostError."""
+
+    def receive(errand: AbortableWait) -> None:
+        for receipt in receipts:
             errand.wait(receipt)
+
+    if receipts:
+        wait = AbortableWait(receive, "payloads")
+        peers.start_wait(wait)
+        try:
+            peers.join_wait(wait)
+        except RuntimeError as error:
+            raise _lost(error) from error
 
 
 def _lost(error: RuntimeError) -> PeerLostError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from holdfast.parallel.torch_compat import (
     local_tensor,
     place_shards,
 )
+from holdfast.training.engine.checked_learners import CheckedLearners
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.executors import Executor
@@ -85,6 +86,13 @@ class TrainingSession:
             device=self.device,
         )
 
+    def microbatch(self, step: int, index: int) -> Any:
+        """One microbatch of a step, whichever rank has it in its share."""
+        steps = {"first_step": step, "last_step": step}
+        whole = {"part": 0, "parts": 1, "device": self.device}
+        with self.task.loader(self.batches, lambda _: (index,), **steps, **whole) as loader:
+            return next(loader).microbatches[0]
+
     def close(self) -> None:
         """Leave the generation in an orderly way."""
         self.engine.close()
@@ -124,7 +132,10 @@ def make_session(
     groups = engine.groups
     validation = task.validation(batches, config.train.evaluate.samples)
     evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
-    return TrainingSession(config, engine, evaluator, groups, device, batches, task)
+    session = TrainingSession(config, engine, evaluator, groups, device, batches, task)
+    if isinstance(engine.learners, CheckedLearners):
+        engine.learners.fetch = session.microbatch
+    return session
 
 
 def build_engine(
@@ -211,7 +222,8 @@ def _learners(
     inner = ReplicatedGradients(named, boxes, teams, dtype=dtype, bucket_bytes=bucket_bytes)
     if working[0].dtype != dtype:
         working = [torch.zeros_like(master) for master in parameters.master_tensors]
-    return LearnerExecutor(config, groups, passes, inner, parameters, working, task.user_parts)
+    kind = CheckedLearners if config.outer.trust.is_on else LearnerExecutor
+    return kind(config, groups, passes, inner, parameters, working, task.user_parts)
 
 
 def _cells_alone(config: RunConfig, groups: ProcessGroups) -> Cells:

@@ -27,6 +27,7 @@ from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, learner_shares
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.events import Event
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.grad_norm import clip_factor
@@ -81,7 +82,7 @@ class LearnerExecutor(Executor):
         self._every = config.outer.every_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
-        self._rule = config.outer.average if config.outer.needs_all else ""
+        self._rule = "" if config.outer.is_sum else config.outer.average
         self._faulty = config.outer.faulty
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None
@@ -98,11 +99,14 @@ class LearnerExecutor(Executor):
         if codec.keeps_error:
             like.append(self._working)
             self._prefixes.append(ERROR_PREFIX)
-        self._states, self._next_states = self._make_states(like), self._make_states(like)
+        self._like = like
+        count = len(self._own)
+        self._states = self._make_states(like, count)
+        self._next_states = self._make_states(like, count)
         self.times = PhaseTimer()  # of a round: inner, codec, give, wait
 
-    def _make_states(self, like: Sequence[Sequence[Tensor | None]]) -> LearnerSlots:
-        count = len(self._own)
+    def _make_states(self, like: Sequence[Sequence[Tensor | None]], count: int) -> LearnerSlots:
+        """Zeros of the states of so many learners."""
         return [
             [None if t is None else t.new_zeros((count, *t.shape)) for t in tensors]
             for tensors in like
@@ -136,9 +140,16 @@ class LearnerExecutor(Executor):
             self.times.lap("wait")
             found = [codec.decode(payloads[k].to(device), count) for k in range(self._learners)]
             self.times.lap("codec")
+            found = self._admit(payloads, found, listener)
             for learner, flat in enumerate(self._combined(found)):
                 self._give(learner, self._split(flat), listener)
             self.times.lap("give")
+
+    def _admit(
+        self, payloads: dict[int, Tensor], changes: list[Tensor], listener: GradientListener
+    ) -> list[Tensor]:
+        """The changes that count, of the decoded payloads of all learners."""
+        return changes
 
     def _combined(self, changes: list[Tensor]) -> list[Tensor]:
         """The summands of the learners, whose sum is divided by their number. A rule makes one of
@@ -283,6 +294,10 @@ class LearnerExecutor(Executor):
         for state in (state for states in self._states for state in states):
             if state is not None:
                 state.zero_()
+
+    def events(self) -> list[Event]:
+        """See `LearnerStates`."""
+        return []
 
     def state(self) -> list[LocalTensor]:
         """See `LearnerStates`; in the order of the state table."""

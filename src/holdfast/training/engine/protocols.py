@@ -96,6 +96,10 @@ class LearnerStates(Protocol):
         """The round that was computed last is applied."""
         ...
 
+    def events(self) -> list[Event]:
+        """What this rank tells of the step that was applied last."""
+        ...
+
 
 StepShare = StepBatch[Any]
 """One rank's share of one step."""

@@ -338,6 +338,8 @@ class TrainingLoop:
                 watch.lap("digest")
         if self.config.outer.is_on:
             self.reporter.emit(self._outer_round(batch))
+            for event in () if self.engine.learners is None else self.engine.learners.events():
+                self.reporter.emit(event)
             watch.lap("digest")
         # Report the spans of the steps that the run file asks for.
         if self.recorder is not None and self.config.layout.is_traced(step):
