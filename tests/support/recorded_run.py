@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
 
+import psutil
 import torch
 
 from holdfast.events import StepDone, WorkerReady
@@ -54,7 +55,8 @@ def disturbed_run(
 
         for at in kills:
             is_done(at)
-            os.kill(run.pids[max(run.pids)], signal.SIGKILL)
+            alive = [pid for _, pid in sorted(run.pids.items()) if psutil.pid_exists(pid)]
+            os.kill(alive[-1], signal.SIGKILL)
         if agent_at:
             is_done(agent_at)
             run.process.kill()

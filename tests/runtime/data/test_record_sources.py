@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from xxhash import xxh3_128
 
 from holdfast.config.sections.data import SourceConfig
 from holdfast.data.read.record_sources import masked_crc32c
 from holdfast.data.read.sources import plan_source, read_unit
+from holdfast.data.stream.dataset import Dataset
 from holdfast.errors import DataError
 from tests.support.commands import within, write_run_file
 
@@ -29,6 +32,7 @@ TEXTS = [f"Text {i} with 日本 and some words.\nIts second line {i}." for i in 
 BAD = 4  # the row that is damaged
 LIMIT = 4096
 HUGE = "long " * 2000
+FILE = "tokenizer.json"
 WRONG = "Text 4 \udcff wrong"  # stands for the byte 0xff
 
 
@@ -171,6 +175,49 @@ def write_warc(folder: Path, rows: list[bytes]) -> Path:
     return path
 
 
+def byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer with a token for each byte, and an end token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: number for number, letter in enumerate([*letters, "<|endoftext|>"])}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_pair(
+    folder: Path, documents: list[list[list[int]]], code: int = 8, dtype: str = "<u2"
+) -> Path:
+    """Documents of sequences of tokens, as Megatron writes them."""
+    sequences = [ids for document in documents for ids in document]
+    lengths = [len(ids) for ids in sequences]
+    item = np.dtype(dtype).itemsize
+    places = np.concatenate(([0], np.cumsum(lengths)))[:-1] * item
+    firsts = np.cumsum([0, *(len(document) for document in documents)])
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts))
+    parts = np.array(lengths, "<i4"), places.astype("<i8"), firsts.astype("<i8")
+    path = folder / "rows.bin"
+    path.with_suffix(".idx").write_bytes(head + b"".join(part.tobytes() for part in parts))
+    path.write_bytes(b"".join(np.array(ids, dtype).tobytes() for ids in sequences))
+    return path
+
+
+def write_megatron(folder: Path, rows: list[bytes]) -> Path:
+    """Each row is a document with an end token. The byte 0xff becomes a token that is unknown."""
+    tokenizer = Tokenizer.from_file(str(byte_tokenizer(folder.parent / "tokenizer") / FILE))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    documents = []
+    for row in rows:
+        ids = [
+            t for part in row.split(b"\xff") for t in (999, *tokenizer.encode(part.decode()).ids)
+        ]
+        documents.append([[*ids[1:], end]])
+    return write_pair(folder, documents)
+
+
 @dataclass(frozen=True)
 class Form:
     """kind: of the source. write: returns the file that is damaged. row: how the place of row BAD
@@ -195,6 +242,7 @@ FORMS = {
     "tfrecord": Form("tfrecord", write_tfrecord, "row 4"),
     "mds": Form("mds", write_mds, "row 4", is_folder=True),
     "warc": Form("warc", write_warc, "record 5"),
+    "megatron": Form("megatron", write_megatron, "document 4", has_checksum=False),
 }
 
 
@@ -202,7 +250,7 @@ def read(form: Form, path: Path, **more: Any) -> tuple[list[str], list[DataError
     """The documents, and what was refused or left out."""
     place = path.parent if form.is_folder else path
     source = SourceConfig(kind=form.kind, path=str(place), **more)  # type: ignore[arg-type]
-    plan = plan_source(source, 0, 0)
+    plan = plan_source(source, 0, 0, tokenizer=str(path.parent.parent / "tokenizer"))
     problems = list(plan.refused)
     texts = [t for unit in plan.units for t in read_unit(unit, LIMIT, xxh3_128(), problems)]
     return texts, problems
@@ -231,10 +279,16 @@ def damage(form: Form, folder: Path, how: str) -> Path:
     return path
 
 
+def folder_of(root: Path) -> Path:
+    folder = root / "source"
+    folder.mkdir()
+    return folder
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_the_documents_are_those_that_were_written(tmp_path: Path, name: str) -> None:
     form = FORMS[name]
-    path = form.write(tmp_path, [raw(text) for text in TEXTS])
+    path = form.write(folder_of(tmp_path), [raw(text) for text in TEXTS])
     assert read(form, path) == (TEXTS, [])
 
 
@@ -244,7 +298,7 @@ def test_damage_is_named_or_left_out_and_counted(tmp_path: Path, name: str, how:
     form = FORMS[name]
     if how == "bad checksum" and not form.has_checksum:
         pytest.skip("the format has none")
-    path = damage(form, tmp_path, how)
+    path = damage(form, folder_of(tmp_path), how)
     if form.kind == "text" and how in ("cut", "empty"):
         expected = [*TEXTS[:BAD], path.read_text(), *TEXTS[BAD + 1 :]]
         assert read(form, path) == (expected, [])  # a shorter text is a text
@@ -289,3 +343,73 @@ def test_crc32c_is_that_of_the_standard() -> None:
     crc = masked_crc32c(b"123456789")
     rotated = (crc - 0xA282EAD8) & 0xFFFFFFFF
     assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == 0xE3069283
+
+
+def _index(path: Path, at: int, data: bytes) -> None:
+    index = bytearray(path.with_suffix(".idx").read_bytes())
+    index[at : at + len(data)] = data
+    path.with_suffix(".idx").write_bytes(index)
+
+
+BAD_INDEX: dict[str, tuple[Callable[[Path], object], str]] = {
+    "magic": (lambda path: _index(path, 0, b"X"), "no index of Megatron"),
+    "version": (lambda path: _index(path, 9, b"\2"), "version 2"),
+    "type": (lambda path: _index(path, 17, b"\x06"), "type of tokens 6"),
+    "length": (lambda path: _index(path, 34, b"\1\0\0\0"), "sequence 1"),
+    "negative length": (lambda path: _index(path, 34, b"\xff" * 4), "sequence 0"),
+    "document": (lambda path: _index(path, 34 + 12 * 9, b"\x01"), "first sequence of a document"),
+    "cut": (
+        lambda path: path.with_suffix(".idx").write_bytes(
+            path.with_suffix(".idx").read_bytes()[:-3]
+        ),
+        "bytes instead of",
+    ),
+    "no bin": (lambda path: path.unlink(), "rows.bin is missing"),
+    "no idx": (lambda path: path.with_suffix(".idx").unlink(), "rows.idx is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDEX)
+def test_a_bad_index_of_tokens_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
+    form = FORMS["megatron"]
+    path = form.write(folder_of(tmp_path), [raw(text) for text in TEXTS])
+    break_it, said = BAD_INDEX[name]
+    break_it(path)
+    try:
+        _, (problem,) = read(form, path.parent)
+    except DataError as error:
+        problem = error
+    assert said in str(problem)
+    assert str(path.with_suffix("")) in str(problem)
+    assert problem.remedy
+
+
+def test_tokens_of_megatron_come_through_as_they_are(tmp_path: Path) -> None:
+    """A document of two sequences, a special token inside, an empty document, and a text that a
+    stage changes. Tokens that the tokenizer would not make of the text are kept."""
+    folder = byte_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / FILE))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    ids = [tokenizer.encode(text).ids for text in TEXTS]
+    mail = tokenizer.encode("Write to someone.real@company.org at noon.").ids
+    documents = [[ids[0][:5], [*ids[0][5:], end]], [ids[1]], [[end]], [[*mail, end]], [ids[2]]]
+    path = write_pair(folder_of(tmp_path), documents, 4, "<i4")
+    run_file = write_run_file(tmp_path)
+    text = run_file.read_text().replace(
+        f'{{kind: text, path: "{tmp_path}/texts"}}',
+        f'{{kind: megatron, path: "{path.with_suffix("")}"}}',
+    )
+    run_file.write_text(text.replace("{vocab_size: 300}", f'{{path: "{folder}"}}'))
+    keys = ("data.validation_fraction=0", "data.stages=[{kind: personal_data}]")
+    within("data", "prepare", run_file, *keys).succeeds()
+    (stream,) = Dataset.open(tmp_path / "dataset").streams("train")
+    tokens = stream.read(0, stream.tokens).tolist()
+    cut = [i for i, token in enumerate(tokens) if token == end]
+    found = [tokens[a:b] for a, b in zip([0, *(i + 1 for i in cut[:-1])], cut, strict=True)]
+    assert [found[0], found[1], found[3]] == [ids[0], ids[1], ids[2]]
+    assert "company" not in tokenizer.decode(found[2])
+    assert stream.documents == 4
+
+    bare = text.replace("{vocab_size: 300}", "{vocab_size: 300}")
+    run_file.write_text(bare)
+    within("data", "prepare", run_file).refuses_last("sources.0", "tokenizer.path")

@@ -42,6 +42,7 @@ class SourceConfig(Section):
         "mds",
         "warc",
         "lance",
+        "megatron",
     ] = "python-stdlib"
     """python-stdlib: this Python's own library, without its tests; the other kinds:
     docs/guide/data.md"""
@@ -194,6 +195,12 @@ class DataConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         yield from self._broken_stages()
         yield from self._broken_mix()
+        for index, source in enumerate(self.sources):
+            if source.kind == "megatron" and self.tokenizer.path is None:
+                yield (
+                    f"sources.{index} has tokens of a tokenizer, and none is named: use "
+                    "tokenizer.path"
+                )
         if not self.has_chat:
             return
         if self.attention != "document":

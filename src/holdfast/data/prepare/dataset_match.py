@@ -29,6 +29,7 @@ from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
 from holdfast.data.read.files import checksum, file_checksum
+from holdfast.data.read.source_files import TOKEN_KIND
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
 from holdfast.data.stream.dataset import MANIFEST, Dataset, with_recipe_checksum
 from holdfast.errors import DataError
@@ -154,7 +155,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         if source.path == path or (place is not None and _real_place(source) == place):
             continue
         chat = read_chat_format(config)
-        if not _holds_the_same(dataset, source, index, config.max_document_bytes, chat):
+        if not _holds_the_same(dataset, config, index, chat):
             raise DataError(
                 f"the dataset there was prepared with another data.sources "
                 f"({path or 'no path'}, not {source.path or 'no path'}, which holds other text)",
@@ -205,16 +206,16 @@ def _without_paths(value: Any) -> str:
 
 
 def _holds_the_same(
-    dataset: Dataset, source: SourceConfig, index: int, limit: int, chat: ChatFormat | None
+    dataset: Dataset, config: DataConfig, index: int, chat: ChatFormat | None
 ) -> bool:
     """Return True if a source has just the documents that the dataset was made from."""
-    made = dataset.manifest["sources"][index]
-    files = source_files(source, index)
+    made, source = dataset.manifest["sources"][index], config.sources[index]
+    files, limit = source_files(source, index), config.max_document_bytes
     if (len(files), sum(size for _, size in files)) != (made["files"], made["bytes"]):
         return False
     rows = array("Q")
     try:
-        for unit in plan_source(source, index, 0, chat).units:
+        for unit in plan_source(source, index, 0, chat, config.tokenizer.place).units:
             for text in read_unit(unit, limit, xxh3_128()):
                 rows.extend(hash_document(text))
     except DataError:
@@ -225,9 +226,11 @@ def _holds_the_same(
 def needed_vocabulary(dataset: Dataset) -> int:
     """Rows that a model needs for a dataset's tokens: the largest id that can occur + 1."""
     needed = vocabulary.needed_size(dataset.tokenizer_path, dataset.end, dataset.begin)
+    kinds = [source["kind"] for source in dataset.manifest["settings"]["sources"]]
     for split in dataset.splits:
-        for stream in dataset.streams(split):
-            if stream.is_chat:  # a template writes special tokens, which no text becomes
+        for kind, stream in zip(kinds, dataset.streams(split), strict=True):
+            # A template and a token shard have special tokens, which no text becomes.
+            if stream.is_chat or kind == TOKEN_KIND:
                 needed = max(needed, stream.largest_token() + 1)
     return needed
 
@@ -250,8 +253,8 @@ def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
             continue
         is_small = size <= COMPARED_BYTES
         late = [path for path, _ in files if _written(path, is_small) > prepared]
-        limit, chat = config.max_document_bytes, read_chat_format(config)
-        if late and not (is_small and _holds_the_same(dataset, source, index, limit, chat)):
+        chat = read_chat_format(config)
+        if late and not (is_small and _holds_the_same(dataset, config, index, chat)):
             changed.append(f"{made['name']}: {late[0]} was written since")
     return changed
 

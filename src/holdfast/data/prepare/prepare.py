@@ -303,7 +303,8 @@ class _Preparation:
         plans: list[SourcePlan] = []
         for index, source in enumerate(self.config.sources):
             first = sum(len(p.units) for p in plans)
-            plans.append(plan_source(source, index, first, self.chat.format))
+            given = self.config.tokenizer.place
+            plans.append(plan_source(source, index, first, self.chat.format, given))
         return plans
 
     def _processes(self) -> int:

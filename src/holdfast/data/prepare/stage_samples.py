@@ -126,7 +126,7 @@ def sample_sources(config: DataConfig, documents: int, examples: int) -> list[So
 
 def _texts_of(config: DataConfig, index: int, documents: int) -> tuple[str, list[str]]:
     """Return the name of a source, and some of its documents that are not empty."""
-    plan = plan_source(config.sources[index], index, 0)
+    plan = plan_source(config.sources[index], index, 0, tokenizer=config.tokenizer.place)
     if plan.refused:
         raise plan.refused[0]
     count = min(SAMPLED_UNITS, len(plan.units), documents)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from typing import TYPE_CHECKING
@@ -49,6 +49,9 @@ COMPANIONS = frozenset(
 )
 """Files that lie in a folder of data and describe it. Only a source of plain text reads them."""
 
+TOKEN_KIND = "megatron"
+"""Pairs of files with tokens, `.bin` and `.idx`."""
+
 NAMED = 3
 """Files that a line names; the rest is counted."""
 
@@ -83,7 +86,8 @@ def find_files(config: SourceConfig, where: str) -> FoundFiles:
         paths = [p for p in chosen if not os.path.basename(p).startswith("_sysconfigdata")]
     else:
         path = os.path.expanduser(config.place or "")  # the run file demands one
-        matches = _chosen(path, found)
+        is_prefix = config.kind == TOKEN_KIND and os.path.isfile(f"{path}.idx")
+        matches = _chosen(f"{path}.idx" if is_prefix else path, found)
         if matches is None:
             folder = os.path.dirname(path) or "."
             remedy = "name a file, a folder or a glob"
@@ -104,6 +108,10 @@ def find_files(config: SourceConfig, where: str) -> FoundFiles:
             for companion in companions:
                 found.leave("files that describe the data", companion)
             paths = sorted(set(paths) - set(companions))
+        if config.kind == TOKEN_KIND:
+            paths, rest = _with_pairs(paths)
+            for other in rest:
+                found.leave("files that are no .bin and no .idx", other)
     for name in sorted(paths):
         try:
             found.files.append((name, os.path.getsize(name)))
@@ -143,6 +151,14 @@ def _chosen(path: str, found: FoundFiles) -> list[str] | None:
         folder = os.path.realpath(os.path.dirname(path))
         seen.setdefault(os.path.join(folder, os.path.basename(path)), path)
     return list(seen.values())
+
+
+def _with_pairs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return both files of each pair that one of the paths is of, and the paths of no pair."""
+    stems = {path[:-4] for path in paths if path.endswith((".bin", ".idx"))}
+    rest = [path for path in paths if not path.endswith((".bin", ".idx"))]
+    both = sorted(stem + end for stem in stems for end in (".bin", ".idx"))
+    return [path for path in both if os.path.exists(path)], rest
 
 
 def _real_first(path: str) -> tuple[bool, str]:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_128
 
 from holdfast.core.json_parsing import JsonMessage
-from holdfast.data.read import columnar_sources, record_sources, text_sources
+from holdfast.data.read import columnar_sources, record_sources, text_sources, token_sources
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
 from holdfast.data.read.containers import empty_error, is_compressed, read_head
 from holdfast.data.read.preference_rows import FORMS, field_of
-from holdfast.data.read.source_files import FoundFiles, find_files, unreadable_error
+from holdfast.data.read.source_files import TOKEN_KIND, FoundFiles, find_files, unreadable_error
 from holdfast.errors import DataError
 
 if TYPE_CHECKING:  # a preparing process needs no pydantic
@@ -44,11 +44,11 @@ Ranges = list[list[tuple[str, int, int]]]
 class Unit(JsonMessage):
     """Piece `index` of the full preparation; `parts` are (path, start, stop) of its kind.
 
-    kind: text, jsonl, csv, parquet, arrow, huggingface or one of `record_sources`: how the parts
-    are read. start and stop
-    are bytes for text and JSONL, row groups for Parquet, rows for Hugging Face. A stop of 0 is the
-    end of the file. name: of the source. rows, chat: of chat data, its form and how it becomes
-    text.
+    kind: text, jsonl, csv, parquet, arrow, huggingface, megatron or one of `record_sources`: how
+    the parts are read. start and stop are bytes for text and JSONL, row groups for Parquet, rows
+    for Hugging Face, documents for Megatron. A stop of 0 is the end of the file. name: of the
+    source. rows, chat: of chat data, its form and how it becomes text. tokenizer: path of the one
+    whose tokens a token shard has.
     """
 
     index: int
@@ -61,6 +61,7 @@ class Unit(JsonMessage):
     rows: str = "text"
     chat: ChatFormat | None = None
     skips_bad_rows: bool = False
+    tokenizer: str = ""
 
     @property
     def is_chat(self) -> bool:
@@ -95,10 +96,14 @@ def source_names(sources: tuple[SourceConfig, ...]) -> list[str]:
 
 
 def plan_source(
-    config: SourceConfig, index: int, first_unit: int, chat: ChatFormat | None = None
+    config: SourceConfig,
+    index: int,
+    first_unit: int,
+    chat: ChatFormat | None = None,
+    tokenizer: str | None = None,
 ) -> SourcePlan:
-    """Find a source's files and cut them. `chat`: how a source of chat data becomes text. Raises
-    DataError when there is nothing to read."""
+    """Find a source's files and cut them. `chat`: how a source of chat data becomes text.
+    `tokenizer`: path of the one that is given. Raises DataError when there is nothing to read."""
     chat = None if config.rows == "text" else chat
     name = config.name or config.kind
     found = FoundFiles()
@@ -119,6 +124,7 @@ def plan_source(
             config.rows,
             chat,
             config.bad_rows == "skip",
+            tokenizer or "" if config.kind == TOKEN_KIND else "",
         )
         for i, (kind, parts) in enumerate(kinds)
     )
@@ -181,6 +187,9 @@ def _cut(
         return [("arrow", parts) for parts in cut]
     if config.kind in record_sources.READERS:
         return [(config.kind, [(path, 0, 0)]) for path in _record_files(config, found)]
+    if config.kind == TOKEN_KIND:
+        paths = [path for path, _ in found.files]
+        return [(config.kind, p) for p in token_sources.token_ranges(paths, unit, refused)]
     if config.kind == "csv":
         return [("csv", [(path, 0, 0)]) for path, _ in found.files]
     if config.kind == "parquet":
@@ -246,7 +255,8 @@ def read_unit(
     document of chat data is spelt as by `RowDocuments.encode`; `notes` counts what is not trained
     on.
     """
-    column = "" if unit.kind == "text" or unit.is_chat else unit.field
+    is_without = unit.kind in ("text", TOKEN_KIND) or unit.is_chat
+    column = "" if is_without else unit.field
     take = text_sources.text_in(unit.field)
     if unit.chat is not None:
         take = ChatReader(unit.rows, unit.field, unit.chat, notes or ChatNotes()).read
@@ -271,6 +281,13 @@ def read_unit(
                 yield text_sources.text_document(path, limit, seen)
             elif unit.kind in record_sources.READERS:
                 yield from _records(unit, path, limit, seen, leave)
+            elif unit.kind == TOKEN_KIND:
+                for raw, document in token_sources.read_documents(*at[1:], unit.tokenizer, limit):
+                    seen.update(raw)
+                    if isinstance(document, DataError):
+                        leave(document)
+                    else:
+                        yield document
             elif unit.is_chat:
                 yield from columnar_sources.read_records(*at, unit.split, take, limit, seen)
             else:

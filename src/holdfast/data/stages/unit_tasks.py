@@ -33,6 +33,7 @@ from holdfast.data.filters.chain import Chain, chain_of
 from holdfast.data.filters.plain import hash_document
 from holdfast.data.read.files import READ_BYTES
 from holdfast.data.read.sources import Unit, read_unit, unit_label
+from holdfast.data.read.token_sources import TokenText
 from holdfast.data.stages.chat_tokens import (
     BaselineRows,
     ChatCounts,
@@ -274,7 +275,8 @@ def _batches(
             raise changed
         lot = int(lots[place])
         if lot != DROP:
-            text = text if chain is None else chain.edit(text)
+            after = text if chain is None else chain.edit(text)
+            text = text if after == text else after  # of a token shard, it has its tokens
             if scanned is not None and hash_document(text) != tuple(scanned[place].tolist()):
                 raise DataError(
                     "a function changed a document to another text the second time",
@@ -300,10 +302,13 @@ def encode_documents(
         return ids
 
     for batch in batches:
-        short = [text for _, text in batch if len(text) <= PIECE_CHARACTERS]
+        texts = [text for _, text in batch if not isinstance(text, TokenText)]
+        short = [text for text in texts if len(text) <= PIECE_CHARACTERS]
         found = iter(tokenizer.encode_batch_fast(short, add_special_tokens=False) if short else ())
         for lot, text in batch:
-            if len(text) <= PIECE_CHARACTERS:
+            if isinstance(text, TokenText):
+                yield lot, iter([text.ids.tolist()])
+            elif len(text) <= PIECE_CHARACTERS:
                 yield lot, iter([next(found).ids])
             else:
                 yield lot, (encode(piece) for piece in cut_text(text, encode))

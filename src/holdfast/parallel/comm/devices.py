@@ -70,7 +70,7 @@ def describe_device(device: torch.device, kind: DeviceKind) -> str:
 
 def describe_processor(device: torch.device) -> str:
     """Return what the bits of a result depend on: "x86_64 AVX512 (5f0c1d2e), torch 2.11.0" for
-    example. In brackets is a digest of the vector units, and of variables that choose among them.
+    example. In brackets is a digest of the vendor, the vector units, and variables that choose.
     """
     if device_kind(device.type).is_host:
         units = hashlib.sha256(repr(processor_identity(os.environ)).encode()).hexdigest()[:8]

@@ -5,7 +5,7 @@ Pure: `elastic/node/identity.py` looks at the machine.
     code        digest of the package's sources
     torch       its version, build and libraries
     settings    keys of the run file that have to be alike on all nodes
-    processor   vector units, and variables that limit or choose them
+    processor   vendor, vector units, and variables that limit or choose them
     reference   checksum of a small computation by torch; "": not known
 
 Another code, torch or setting makes nodes disagree on what a step is, so the node is refused.

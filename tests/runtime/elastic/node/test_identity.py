@@ -45,9 +45,13 @@ def test_the_code_counts_wherever_it_is_installed(tmp_path: Path) -> None:
 
 def test_vector_units_and_presets(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
-    info.write_text("model name : x\nflags\t\t: fpu avx2 fma sse4_2 avx512f hypervisor\n")
+    flags = "model name : x\nflags\t\t: fpu avx2 fma sse4_2 avx512f hypervisor\n"
+    info.write_text(f"vendor_id\t: AuthenticAMD\n{flags}")
     found = processor_identity({"MKL_CBWR": "SSE4_2", "HOME": "/root"}, info)
-    assert found == {"vector units": "avx2 avx512f fma sse4_2", "MKL_CBWR": "SSE4_2"}
+    units = {"vector units": "avx2 avx512f fma sse4_2", "vendor": "AuthenticAMD"}
+    assert found == units | {"MKL_CBWR": "SSE4_2"}
+    info.write_text(f"vendor_id\t: GenuineIntel\n{flags}")
+    assert processor_identity({}, info) == units | {"vendor": "GenuineIntel"}
     assert processor_identity({}, tmp_path / "none") == {"vector units": "unknown"}
 
 
