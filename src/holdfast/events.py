@@ -110,6 +110,10 @@ class WorkerReady(Event, kind="worker_ready", absent_if_empty={"device", "proces
     threads: int = 0  # of a CPU; 0: an older version wrote this
 
 
+NOT_HEARD = "not heard"
+"""The beginning of the cause of a node that the coordinator gave up because it fell silent."""
+
+
 class WorkerLost(Event, kind="worker_lost"):
     rank: int
     pid: int  # 0: not known

@@ -57,6 +57,7 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
         _lose_in_step(nodes, gate, two + 1, {stays})
         gate.open_gate(STEPS)
         assert nodes.end() == {stays: 0}, nodes.story()
+        assert nodes.leader == "", "the run is over, and its term is not closed"
 
         begun = nodes.events(GenerationStarted)
         story = [(e.rung, e.step, set(e.topology["nodes"]), e.came_from) for e in begun[1:]]

@@ -26,6 +26,7 @@ from holdfast.data.prepare.prepare import MakePool
 from holdfast.data.prepare.prepare import prepare_dataset as make
 from holdfast.data.stages.task_pool import TaskPool
 from holdfast.data.stream.batch import Batches
+from holdfast.data.stream.coverage import describe_long_rows
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
 from holdfast.data.stream.document_reads import (
@@ -66,15 +67,15 @@ def prepare(
       holdfast data prepare run.yaml data.processes=8
       holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
-    pool = _pool(on, address)
+    pool, config = _pool(on, address), _decoder_config(run_file, overrides, "data prepare")
     with StageProgress() as progress:
-        dataset = make(
-            _decoder_config(run_file, overrides, "data prepare").data,
-            progress.say,
-            progress.show,
-            pool=pool,
-            mend=True,
-        )
+        dataset = make(config.data, progress.say, progress.show, pool=pool, mend=True)
+    try:
+        lines = describe_long_rows(dataset, config.data, config.step_train, config.seed)
+    except DataError as error:  # the dataset is prepared; a training refuses it
+        lines = [str(error)]
+    for line in lines:
+        say(line)
     if json:
         print_json(dataset_numbers(dataset))
     else:

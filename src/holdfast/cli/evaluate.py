@@ -72,7 +72,8 @@ def evaluate(
         raise ConfigError(
             "there is no task",
             where="--tasks",
-            remedy="name a file of rows: --tasks held_out.jsonl",
+            remedy="name a file of rows: --tasks held_out.jsonl, with lines such as "
+            '{"prompt": "2+2=", "answer": "4"} or {"text": "..."}',
         )
     if names:
         require_harness()

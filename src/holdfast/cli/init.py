@@ -69,8 +69,10 @@ ROWS = {
 """Column of chat data -> word of `rows`."""
 
 TRAINER_STATE = "trainer_state.json"
-TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".avro")
-"""Endings of tables. As texts, their cells would be trained in the order of the file."""
+TABLES = (".xls", ".xlsx", ".ods", ".feather", ".avro")
+"""Endings of tables that no source reads. As texts, their cells would be trained in their order."""
+COLUMNS = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+"""Endings of tables with a column of texts, and their kinds."""
 
 app = make_app("Write a run file to start from.")
 
@@ -127,7 +129,7 @@ def init(
         notes.append(_resume_note(path, from_))
     job = read_job(from_) if from_ is not None and not rows else None
     if job is not None and from_ is not None:
-        add_data(job, name, _source(data) if data else None)
+        add_data(job, name, _source(data, is_chat=False) if data else None)
         text = job.run_file(name, from_.name)
         kinds = f"{len(job.translated)} keys translated, {len(job.harmless)} without an effect"
         notes.append(f"{kinds}, {len(job.left_out)} left out; the file names these")
@@ -243,7 +245,7 @@ def _data(data: Path | None, model: Path | None, chat: Path | None, option: str)
     file = chat or data
     if file is None:
         return STDLIB + lines
-    source = _source(file)
+    source = _source(file, chat is not None)
     if chat is not None:
         rows = _rows(chat, "preference" if option == "--preferences" else "messages")
         if option == "--chat" and rows in OBJECTIVES:
@@ -264,16 +266,16 @@ def _warmup_steps(rows: Path) -> int:
         return min(LONGEST_WARMUP, sum(1 for _ in file) // ROWS_PER_WARMUP_STEP)
 
 
-def _source(file: Path) -> dict[str, Any]:
-    """The source of a file of texts or rows. Raises ConfigError."""
+def _source(file: Path, is_chat: bool) -> dict[str, Any]:
+    """The source of a file of texts, or of rows of chat data. Raises ConfigError."""
     if not file.exists():
         raise ConfigError("there is no such file", where=str(file), remedy="name your data")
-    if file.suffix.lower() in TABLES:
+    if file.suffix.lower() in (*TABLES, *(COLUMNS if is_chat else ())):
         remedy = "write it as .jsonl, with one object a line, or as .parquet"
         raise ConfigError(
             f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy
         )
-    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", **COLUMNS}
     return {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
 
 

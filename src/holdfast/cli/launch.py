@@ -32,6 +32,7 @@ from holdfast.launch.owners.owner import (
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.launch_claim import claim_launch
+from holdfast.launch.run.run_folder import description_put_back
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.start.begin import Start, begin_run
 from holdfast.launch.start.facts import Facts
@@ -95,32 +96,23 @@ def launch(
         if running is None and isinstance(owner, CheckingOwner):
             owner.check(launch_request(loaded, folder))
         stored = read_resolved(folder) or {}
-        workers = int(stored.get("config", {}).get("layout", {}).get("workers", 0))
         facts = Facts(detect_hardware(), several=True)
         watch = HolderWatch(folder, say)
-        begun = begin_run(Start(loaded, facts, folder, watch, SCREEN, fresh, yes))
-        if begun.last_step is not None:
-            return 0
-        if running is not None and begun.loaded.config.layout.workers > workers:
-            say(
-                f"the nodes at work train with layout.workers={workers}, so further nodes are "
-                "spares until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for "
-                "more"
-            )
-        if running is not None and (changed := _changed_settings(stored, begun.loaded.config)):
-            say(
-                "the nodes at work keep the settings that they began with; for nodes that start "
-                f"later: {', '.join(changed)}"
-            )
-        open_secret(folder, say=say)
-        with (folder / "launch.lock").open("a") as one_at_a_time:
-            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-            if running is None:  # another 'launch' may have come first
-                running = _running_job(folder, loaded.config.launch, fresh=False)
-            if running is None:
-                claim_launch(folder, loaded.config.launch.on, watch)
-            job = _submit(running, launch_request(begun.loaded, folder))
-            job.write(folder)
+        with description_put_back(folder):
+            begun = begin_run(Start(loaded, facts, folder, watch, SCREEN, fresh, yes))
+            if begun.last_step is not None:
+                return 0
+            if running is not None:
+                _say_what_stays(stored, begun.loaded.config)
+            open_secret(folder, say=say)
+            with (folder / "launch.lock").open("a") as one_at_a_time:
+                fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+                if running is None:  # another 'launch' may have come first
+                    running = _running_job(folder, loaded.config.launch, fresh=False)
+                if running is None:
+                    claim_launch(folder, loaded.config.launch.on, watch)
+                job = _submit(running, launch_request(begun.loaded, folder))
+                job.write(folder)
     if json:
         print_json({"owner": job.owner, "job": job.job, "nodes": job.nodes, "folder": str(folder)})
     else:
@@ -128,6 +120,21 @@ def launch(
         for command in ("status", "logs", "watch", "down"):
             say(f"  holdfast {command} {place_word(folder)}")
     return 0
+
+
+def _say_what_stays(stored: Mapping[str, Any], config: RunConfig) -> None:
+    """Say which settings of a run's description do not reach the nodes that are at work."""
+    workers = int(stored.get("config", {}).get("layout", {}).get("workers", 0))
+    if config.layout.workers > workers:
+        say(
+            f"the nodes at work train with layout.workers={workers}, so further nodes are "
+            "spares until 'holdfast down' and 'holdfast launch'; launch.most_nodes plans for more"
+        )
+    if changed := _changed_settings(stored, config):
+        say(
+            "the nodes at work keep the settings that they began with; for nodes that start "
+            f"later: {', '.join(changed)}"
+        )
 
 
 def _submit(running: OwnedJob | None, request: LaunchRequest) -> OwnedJob:

@@ -340,6 +340,18 @@ class RunConfig(Section):
         return train.model_copy(update=changes)
 
     @property
+    def inner_train(self) -> TrainConfig:
+        """`train` as the rate sees it. With learners, its schedule counts inner steps, so that the
+        rate follows the samples and not the rounds."""
+        train, every = self.train, self.outer.every_steps
+        if not self.outer.is_on:
+            return train
+        keys = ("steps", "warmup_steps", "decay_steps")
+        counts = {key: getattr(train.schedule, key) * every for key in keys}
+        schedule = train.schedule.model_copy(update=counts)
+        return train.model_copy(update={"steps": train.steps * every, "schedule": schedule})
+
+    @property
     def has_read_reference(self) -> bool:
         """Whether actors read completions with the reference. With adapters, trainers do so, but
         for rloo, whose rewards have the KL. A teacher is the trainers'."""

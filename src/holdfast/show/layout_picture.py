@@ -231,6 +231,9 @@ class LayoutPicture:
         print(f"  broken      {_replicas(loss.broken)}{self._waiting(loss)}")
         dealt = ", to be dealt all microbatches" if loss.whole else ""
         print(f"  whole       {_replicas(loss.whole)}{dealt}")
+        if loss.learners:
+            lost = format_plural(loss.learners, "learner")
+            print(f"  learners    the state of {lost} is lost: all begin from the newest snapshot")
         if loss.gone == 0:
             where = "in a whole replica" if loss.whole else "on the ranks that are left"
             print(f"  state       all {format_bytes(loss.of)} have a copy {where}")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from holdfast.api.progress import say as say
@@ -50,6 +51,15 @@ def check_target(to: Path, option: str, inputs: Sequence[Path] = ()) -> None:
             where=where,
             remedy="give a file in a folder that exists",
         )
+    try:  # what a root user may write is known only by trying
+        with to.open("ab") if to.exists() else TemporaryFile(dir=to.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"no file can be written here ({error.strerror})",
+            where=where,
+            remedy="give a file in a folder that you can write to",
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from holdfast.cli.plan_request import PlanRequest
 
 OURS = "holdfast"
+RATE = "per_node_year"  # parameter of the generator whose rate a cluster file can give
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def study_of(
     _refuse_no_trace(asked)
     recorded = read() if asked.traces else ()
     files = [stream.header.sha256 for stream in recorded]
-    histories = _Histories(asked, of_generator, recorded)
+    histories = _Histories(asked, recorded)
     prices = _prices(asked.journal)
     variants = list(_variants(asked, fixed))
     plans: dict[tuple[str, ...], PlanRequest] = {}
@@ -114,6 +115,8 @@ def study_of(
             best = request.plan.best
             made = planned_cost(model, best.choice, best.cost)
             cost = replace(made, costs=variant.settings.costs(made.costs))
+            drawn, note = _with_loss_rate(asked.made, of_generator, request)
+            notes += [note] if note else []
             words = " ".join(part for part in (name, variant.words) if part)
             maker = makers[name]
             if name == OURS or name in CLOCKS:
@@ -132,16 +135,15 @@ def study_of(
                 request.problem,
                 cost.costs,
                 tokens,
-                (asked.made, asked.days, sorted(of_generator.items()), asked.seeds),
+                (asked.made, asked.days, sorted(drawn.items()), asked.seeds),
                 (asked.zones, asked.gpu, files, sorted(prices.items())),
             )
-            outcomes.append(
-                replays.outcome(case, histories.of(cost, variant.settings), tokens, request, key)
-            )
+            made_of = histories.of(cost, variant.settings, drawn)
+            outcomes.append(replays.outcome(case, made_of, tokens, request, key))
     first = plans[variants[0].overrides]
-    notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
+    notes += [note for plan in plans.values() for note in plan.notes]
     notes += replays.notes
-    return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(notes))
+    return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(dict.fromkeys(notes)))
 
 
 def _refuse_no_trace(asked: Asked) -> None:
@@ -203,6 +205,33 @@ def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:
         yield _Variant(words, Settings(values), tuple(overrides))
 
 
+def _with_loss_rate(
+    made: str, of_generator: Mapping[str, float], request: PlanRequest
+) -> tuple[Mapping[str, float], str]:
+    """Return the parameters of a generator and a sentence about its rate of losses ("": none is
+    due). The rate is that of the pools that the layout uses."""
+    pools = request.problem.cluster.pools
+    if not made or RATE in of_generator:
+        return of_generator, ""
+    if RATE not in GENERATORS[made].defaults:
+        note = f"--make {made} does not use losses_per_day of the cluster; --make failures does"
+        return of_generator, note if any(pool.is_spot for pool in pools) else ""
+    used = request.plan.best.choice.devices_by_pool
+    nodes = {pool.name: used.get(pool.name, 0) / pool.devices for pool in pools}
+    lost = sum(nodes[pool.name] * pool.losses_per_day for pool in pools)
+    per_year = 365 * lost / sum(nodes.values())
+    if not per_year:
+        usual = GENERATORS[made].defaults[RATE]
+        return of_generator, (
+            f"the cluster gives no losses_per_day above 0: {usual:g} failures of a node in a year "
+            f"are assumed; --set {RATE}=N gives another rate"
+        )
+    return {**of_generator, RATE: per_year}, (
+        f"{per_year:.3g} failures of a node in a year, from losses_per_day of the cluster; "
+        f"--set {RATE}=N gives another rate"
+    )
+
+
 # --- what runs ----------------------------------------------------------------------------------
 def _prices(journal: Path | None) -> Mapping[int, float]:
     """Return the price of each rung: the kept ones, and those of a run in their place."""
@@ -239,17 +268,15 @@ def _refuse_no_node(stream: EventStream, where: str) -> None:
 class _Histories:
     """The histories of a study. Each is made when a replay needs it, and serves the next policy."""
 
-    def __init__(
-        self, asked: Asked, of_generator: dict[str, float], streams: Sequence[EventStream]
-    ) -> None:
-        self._asked, self._of_generator = asked, of_generator
+    def __init__(self, asked: Asked, streams: Sequence[EventStream]) -> None:
+        self._asked = asked
         self._recorded = None
         if streams:
             merged = with_known_places(merge_streams(streams))
             self._recorded = as_long_as_nodes(merged, streams)
             _refuse_no_node(self._recorded, self.words)
         self._parts: dict[int, list[EventStream]] = {}
-        self._made: dict[tuple[int, int], EventStream] = {}
+        self._made: dict[tuple[object, ...], EventStream] = {}
 
     @property
     def words(self) -> str:
@@ -257,8 +284,11 @@ class _Histories:
             return f"made: {self._asked.made}"
         return ", ".join(path.name for path in self._asked.traces)
 
-    def of(self, cost: CostModel, settings: Settings) -> list[Callable[[], EventStream]]:
-        """What makes each history for a case. Raises ConfigError."""
+    def of(
+        self, cost: CostModel, settings: Settings, of_generator: Mapping[str, float]
+    ) -> list[Callable[[], EventStream]]:
+        """What makes each history for a case. of_generator: parameters of --make. Raises
+        ConfigError."""
         values = settings.values
         wanted = int(values.get("nodes", cost.wanted) + values.get("spares", 0))
         if self._recorded is not None:
@@ -270,20 +300,21 @@ class _Histories:
                     remedy=f"leave {unused[0]} out, or make a trace with --make spot",
                 )
         number = self._asked.seeds
-        return [partial(self._history, index, wanted, settings) for index in range(number)]
+        find = self._part if self._recorded is not None else partial(self._drawn, of_generator)
 
-    def _history(self, index: int, wanted: int, settings: Settings) -> EventStream:
-        found = self._drawn if self._recorded is None else self._part
-        return settings.stream(found(index, wanted), index)
+        def history(index: int) -> EventStream:
+            return settings.stream(find(index, wanted), index)
 
-    def _drawn(self, index: int, wanted: int) -> EventStream:
-        if (index, wanted) not in self._made:
+        return [partial(history, index) for index in range(number)]
+
+    def _drawn(self, of_generator: Mapping[str, float], index: int, wanted: int) -> EventStream:
+        key = (index, wanted, *sorted(of_generator.items()))
+        if key not in self._made:
             known = GENERATORS[self._asked.made].defaults
             nodes = {"nodes": float(wanted)} if "nodes" in known else {}
-            given = nodes | self._of_generator
-            made = make_trace(self._asked.made, index, self._asked.days, given)
-            self._made[index, wanted] = made
-        return self._made[index, wanted]
+            made = make_trace(self._asked.made, index, self._asked.days, {**nodes, **of_generator})
+            self._made[key] = made
+        return self._made[key]
 
     def _part(self, index: int, wanted: int) -> EventStream:
         assert self._recorded is not None

@@ -157,7 +157,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "up_s": (1, 1e9),
     "down_s": (1, 1e9),
     "wall_h": (0.1, 10_000),
-    "per_node_year": (0.001, 1000),
+    "per_node_year": (0.001, 100_000),
     "lemons": (0, 1),
     "repeat": (0, 0.95),
     "mean": (0, 1e6),

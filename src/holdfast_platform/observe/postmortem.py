@@ -58,8 +58,11 @@ def _root(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _timeline(history: History, findings: Sequence[Finding]) -> Iterator[str]:
-    yield "## Timeline\n\nTimes are UTC, by the clock of the agent that wrote the record.\n"
     zero = history.sessions[0].began_at if history.sessions else 0.0
+    clock = "are UTC, by the clock of the agent that wrote the record"
+    if zero < _FIRST_REAL_TIME_S:
+        clock = "count from the start of the simulation: nothing was trained"
+    yield f"## Timeline\n\nTimes {clock}.\n"
     rows = [
         (finding.time, f"{finding.sentence} (`{finding.evidence[0].place}`)")
         for finding in findings
@@ -78,6 +81,8 @@ def _timeline(history: History, findings: Sequence[Finding]) -> Iterator[str]:
     yield ""
 
 
+_FIRST_REAL_TIME_S = 1e9
+"""No record of a training is older. The clock of a simulated run begins at 0."""
 _ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", "lost": "was lost"}
 
 
@@ -142,7 +147,11 @@ def _clock_of(history: History, incident: Incident) -> str:
 
 
 def _clock(time: float) -> str:
-    """Return a time as UTC, to the millisecond."""
+    """Return a time as UTC, to the millisecond; of a simulation as days, hours, minutes and
+    seconds."""
+    if time < _FIRST_REAL_TIME_S:
+        days, rest = divmod(time, 86_400)
+        return f"day {days:.0f}, {rest // 3600:02.0f}:{rest // 60 % 60:02.0f}:{rest % 60:06.3f}"
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 

@@ -98,7 +98,10 @@ def test_the_report_of_a_simulated_run_says_what_the_simulation_says(files: Path
     assert status.code == 1  # nothing is at work
     assert "simulated" in status.out
     assert "continue with" not in status.out
-    assert "# Post-mortem: small" in within("postmortem", "made").succeeds().out
+    story = within("postmortem", "made").succeeds().out
+    assert "# Post-mortem: small" in story
+    assert "count from the start of the simulation" in story
+    assert "1970" not in story
     assert "simulated" in within("cost", "show", "made").succeeds().err
 
 
@@ -139,6 +142,19 @@ def test_a_made_trace_needs_no_file(files: Path) -> None:
     made = within(*words, "--days", "0.2", "--set", "between_s=900", "--seeds", "2").succeeds()
     one, two = json.loads(made.out)["outcomes"][0]["histories"]
     assert one["interruptions"] != two["interruptions"] or one["tokens"] != two["tokens"]
+
+
+def test_a_made_trace_has_the_losses_of_the_cluster_file(files: Path) -> None:
+    def losses(per_day: float, *more: str) -> int:
+        given = f"    losses_per_day: {per_day}\n"
+        (files / "machines.yaml").write_text(MACHINES + given)
+        words = ["simulate", "run.yaml", "--cluster", "machines.yaml", "--make", "failures"]
+        made = within(*words, "--days", "20", "--json", *more).succeeds()
+        count: int = json.loads(made.out)["outcomes"][0]["histories"][0]["interruptions"]
+        return count
+
+    assert losses(0.05) < losses(1.0) / 5
+    assert losses(1.0, "--set", "per_node_year=9") < losses(1.0) / 5
 
 
 def test_notices_spare_work(files: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.config.loading.load import load_config
 from holdfast.config.sections.optimizer import OptimizerConfig
+from holdfast.config.sections.outer import OuterConfig
 from holdfast.config.sections.train import ScheduleConfig, TrainConfig
 from holdfast.errors import CheckpointError, RunFolderError
 from holdfast.events import RunBranched
@@ -341,6 +342,18 @@ def test_a_longer_decay_names_the_checkpoint_before_it(parent: Path) -> None:
     stored["train"] = short.model_copy(update={**cosine, "steps": 6}).model_dump(mode="json")
     longer = config.model_copy(update={"train": short.model_copy(update=cosine)})
     assert "--at 6 " in branch_command(parent, stored, longer)[0]
+
+
+def test_the_rate_of_a_longer_run_with_learners_counts_their_inner_steps(parent: Path) -> None:
+    linear = ScheduleConfig(kind="linear", warmup_steps=0, final_ratio=0.0)
+    short = TrainConfig(steps=6, schedule=linear)
+    rounds = {"train": short, "outer": OuterConfig(learners=2, every_steps=10)}
+    config = open_run(parent).config.model_copy(update=rounds)
+    long = config.model_copy(update={"train": short.model_copy(update={"steps": 18})})
+    peak = short.optimizer.learning_rate
+    _, note = branch_command(parent, config.model_dump(mode="json"), long)
+    # Round 6 ends with the last of 60 inner steps. The next inner step is number 61 of 180.
+    assert note == f" (the rate 0 becomes {peak * 119 / 180:.3g})"
 
 
 def test_another_batch_names_the_branch_that_has_it_from_its_first_step_on(

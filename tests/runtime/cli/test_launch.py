@@ -218,6 +218,15 @@ def test_another_number_of_nodes_while_the_job_runs(launched: Launched) -> None:
     assert "further nodes are spares until" in wider.err
 
 
+def test_a_refused_number_of_nodes_is_not_remembered(launched: Launched) -> None:
+    launched("launch", "--nodes", "1", "launch.most_nodes=3")
+    before = read_resolved(launched.folder)
+    refused = launched("launch", "--nodes", "2", "cluster.metrics_port=9999")
+    refused.refuses_last("cluster.metrics_port: all 2 nodes are on this machine")
+    assert read_resolved(launched.folder) == before
+    assert launched.states == {"node-0": "running"}
+
+
 def test_a_node_that_failed_is_started_again(launched: Launched) -> None:
     launched.script = f'case $0 in node-1) echo "no GPU"; exit 2;; esac; {AT_WORK}'
     launched("launch", "--nodes", "2")
@@ -305,8 +314,9 @@ def test_of_launchers_of_a_run_in_a_bucket_one_starts_its_nodes(
 
 
 def test_a_run_that_was_never_launched(trained: Trained, tmp_path: Path) -> None:
-    for command in ("logs", "down"):
-        within(command, trained.folder).refuses("no launch of this run", "holdfast launch")
+    within("down", trained.folder).refuses("no launch of this run", "holdfast launch")
+    for more in ((), ("--follow",)):  # the run's own logs
+        assert "RunFinished(step=6" in within("logs", trained.folder, *more).succeeds().out
     for command in ("status", "logs", "down"):
         within(command, tmp_path).refuses("there is no run here")
     copied = shutil.copytree(trained.folder, tmp_path / "copied")

@@ -36,6 +36,16 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
     ("text", "start", "offer"),
     [
         ("sede: 1", "1: unknown key sede", "did you mean seed?"),
+        (
+            "data: {tokenizer: {kind: bpe}}",
+            "1: unknown key data.tokenizer.kind",
+            "data.tokenizer has path, vocab_size, sample_bytes",
+        ),
+        (
+            "tokenizer: {vocab_size: 300}",
+            "1: unknown key tokenizer",
+            "did you mean data.tokenizer?",
+        ),
         ("steps: 1", "1: unknown key steps", "did you mean train.steps?"),
         ("lr: 1", "1: unknown key lr", "did you mean train.optimizer.learning_rate?"),
         ("train.steps: 1", "1: unknown key train.steps", "write 'steps:' indented below 'train:'"),

@@ -55,7 +55,7 @@ def said(*overrides: str) -> list[str]:
         ("train.memory.folder=/tmp", "no state in a file"),
         ("train.memory.piece_mb=4", "all state on the device"),
         ("layout.trace_step=1001", "nothing is recorded"),
-        ("train.profile.steps=[999,1001]", "nothing is written; use [999, 1000]"),
+        ("train.profile.steps=[999,1001]", "fewer steps; use [999, 1000]"),
         ("train.profile.ranks=[1]", "no train.profile.steps"),
         ("layout.workers=2 train.profile.steps=[1,2] train.profile.ranks=[5]", "use [0]"),
         ("outer.every_steps=5", "no effect with outer.learners 0"),

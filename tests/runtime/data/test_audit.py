@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.core.data.data_ledger import STAND_IN_KEY
 from holdfast.data.order.audit import AuditResult, audit_records
 from holdfast.data.stream.batch import Batches, Microbatch
-from holdfast.data.stream.coverage import describe_use
+from holdfast.data.stream.coverage import describe_long_rows, describe_use
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import Loader
 from holdfast.events import (
@@ -303,6 +304,8 @@ def test_passes_over_each_source(tmp_path: Path) -> None:
         tmp_path / "out", text_source(a, "a", weight=3.0), text_source(b, "b"), processes=0
     )
     dataset = make(config)
+    long = describe_long_rows(dataset, config, train_config())
+    assert f"{len(np.diff(dataset.streams('train')[1].document_starts()))} documents are" in long[1]
     (line,) = describe_use(dataset, config, train_config(batch_size=8, steps=50))
     assert "50 steps of 16 tokens a sample: 400 samples; over the data: a " in line
     sizes = [-(-(s.tokens - 1) // 16) for s in dataset.streams("train")]

@@ -136,6 +136,8 @@ def test_csv(tmp_path: Path) -> None:
         kind="csv", path=str(as_csv(tmp_path / "a.csv")), field="body"
     ).replace("set field: n", "set field: text")
     path.write_text("n,text\n1,a\n2,b,c\n")
+    (headless := tmp_path / "headless.csv").write_text("A sentence of the first row,3\nMore,4\n")
+    assert "first line is no row of column names" in refused(kind="csv", path=str(headless))
     sentence = refused(kind="csv", path=str(path))
     assert f"{path}:3, row 1, column 'text': the row has 3 cells, the head 2" in sentence
     path.write_text('n,text\n1,a\n2,"b\n')

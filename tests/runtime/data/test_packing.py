@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.order.packing import pack
 from holdfast.data.stream.batch import MASKED_TARGET
-from holdfast.data.stream.coverage import describe_use
+from holdfast.data.stream.coverage import describe_long_rows, describe_use
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.inspect import render_sample
@@ -115,6 +115,8 @@ def test_long_rows_are_left_out_or_cut_and_counted(tmp_path: Path) -> None:
     said = "\n".join(describe_use(dataset, config, train_config()))
     assert f"longer than data.sequence_length 80: {long} rows are left out and 0 cut" in said
 
+    said = "\n".join(describe_long_rows(dataset, config, train_config()))
+    assert f"{long} rows are left out and 0 cut" in said
     cutting = chat_config(tmp_path, sequence_length=80, chat={"long_rows": "cut"})
     (cut,) = batches(dataset, cutting).packed
     assert cut is not None

@@ -157,6 +157,7 @@ def test_documents_with_evaluation_texts_are_left_out_and_counted(tmp_path: Path
         for name, count in (("exam", 10), ("quiz.jsonl", 40))
     ]
     assert any("1 of 41 texts of quiz.jsonl have too few words" in line for line in said)
+    assert not any("min_matches" in line for line in said)
     listed = removed(dataset)
     assert {line["document"] for line in listed} == {name_of(text) for text in planted}
     assert all(line["score"] >= 1 for line in listed)
@@ -241,6 +242,14 @@ def test_what_a_function_prints_is_no_output_of_the_command(
     printed = capsys.readouterr()
     assert "called" in printed.err
     assert not printed.out
+
+
+def test_matches_that_no_document_can_have_are_said(tmp_path: Path) -> None:
+    quiz = text_file(tmp_path / "quiz.txt", page(77, 4))
+    stage = {"kind": "contamination", "texts": [{"path": quiz}], "min_matches": 10_000}
+    source, said = lines_file(tmp_path / "web.jsonl", [page(1), page(2)]), list[str]()
+    prepare_dataset(data_config(tmp_path / "out", source, stages=[stage]), say=said.append)
+    assert any("no document can have min_matches 10000" in line for line in said), said
 
 
 def test_a_refused_text_of_a_stage_names_the_stage_and_no_source(tmp_path: Path) -> None:

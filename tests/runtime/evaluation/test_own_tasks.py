@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "a b c"}) + "\n")
-    for to in (tmp_path / "none" / "scores.json", tmp_path, path):
+    for to in (tmp_path / "none" / "scores.json", tmp_path, path, Path("/proc/x")):
         here(capsys, "evaluate", folders[1], "--tasks", path, "--to", to).refuses("--to")
 
 

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.config.loading.load import resolve_config
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.run_table import run_state_table
 from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError
@@ -227,6 +229,16 @@ def test_a_whole_replica_left_means_nothing_is_gone() -> None:
     asked = run_of({"workers": 8, "pp": 2, "dp_shard": 2})
     loss = impact_of_loss(asked, plan_topology(asked, 1, "here"), frozenset({3}))
     assert (loss.broken, loss.whole, loss.waiting, loss.gone) == ((0,), (1,), (0, 1, 2), 0)
+
+
+def test_after_the_loss_of_a_learner_no_replica_continues_at_once() -> None:
+    """Each has the state of its own optimizer alone."""
+    keys = ("layout.workers=2", "outer.learners=2", "train.batch_size=8", "model.preset=tiny")
+    asked = resolve_config(None, "", keys).config
+    loss = impact_of_loss(asked, plan_topology(asked, 1, "here"), frozenset({1}))
+    moments = sum(spec.nbytes for spec in run_state_table(asked) if spec.of_learners)
+    assert (loss.broken, loss.whole, loss.learners) == ((1,), (), 1)
+    assert 0 < loss.gone == moments / 2
 
 
 def test_zero_1_keeps_parameters_on_every_rank() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from holdfast.events import GenerationStarted, NonFinite, RunFailed
+from holdfast.events import GenerationStarted, NonFinite, RunFailed, WorkerLost
 from holdfast.layout import Layout, place_layout
 from holdfast.report.alerts.catalogue import ALERTS
 from holdfast.report.alerts.evaluate import AlertEvaluator
@@ -120,6 +121,19 @@ def test_a_change_is_posted_once_also_by_another_evaluator(tmp_path: Path) -> No
         journal.look(watch, after=500)
     said = [status for name, status in journal.sender.said if name == "StepNotFinite"]
     assert said == ["firing", "resolved"]
+
+
+def test_a_killed_agent_is_a_lost_worker_and_no_fault_of_the_network(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, started_run(10))
+    watch = journal.watch()
+    journal.look(watch)
+    lost = WorkerLost(1, 0, "its agent has ended", "heartbeat", "b", step=10)
+    journal.run.write(lost)
+    journal.look(watch, after=1)
+    assert journal.sender.said == [("WorkerLost", "firing")]
+    journal.run.write(replace(lost, cause="not heard for 6.0 s"))
+    journal.look(watch, after=1)
+    assert journal.sender.said[1:] == [("NetworkFault", "firing")]
 
 
 def test_a_new_evaluator_knows_what_fires_and_since_when(tmp_path: Path) -> None:

@@ -52,13 +52,24 @@ def test_the_steps_of_the_run_file_and_of_a_request_are_written(tmp_path: Path) 
     assert {"step 4", "step 6"}.isdisjoint(names_in(planned.path) | names_in(asked.path))
 
 
+def test_what_was_recorded_by_the_end_of_the_run_is_written(tmp_path: Path) -> None:
+    events: list[Event] = []
+    do_steps(StepProfiler(0, CPU, ProfileConfig(steps=(2, 9)), tmp_path, events.append), 1, 3)
+    (event,) = events
+    assert isinstance(event, StepsProfiled)
+    assert (event.first, event.step) == (2, 3)
+    assert {"step 2", "step 3"} <= names_in(event.path)
+
+
 def test_another_rank_and_a_broken_generation_write_nothing(tmp_path: Path) -> None:
     events: list[Event] = []
     do_steps(
         StepProfiler(0, CPU, ProfileConfig(steps=(1, 2), ranks=(1,)), tmp_path, events.append), 1, 3
     )
     profiler = StepProfiler(0, CPU, ProfileConfig(steps=(1, 5)), tmp_path, events.append)
-    do_steps(profiler, 1, 2)
+    for step in (1, 2):
+        profiler.begin(step, "compute")
+        profiler.end(step)
     profiler.begin(3, "compute")
     profiler.close()
     assert not events

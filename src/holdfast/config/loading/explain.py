@@ -354,11 +354,23 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
     last = str(rest[-1]) if rest else last
     if last.lower() in _ELSEWHERE:
         return f"did you mean {_ELSEWHERE[last.lower()]}?"
-    by_name: dict[str, str] = {}
+    by_name: dict[str, list[str]] = {}
+    sections: dict[str, tuple[str | int, ...]] = {}
     for key, _ in all_keys():
-        by_name.setdefault(key.rsplit(".", 1)[-1], key.replace(ITEM, "0"))
-    if near := nearest_of(last, by_name, cutoff=0.75):
-        return f"did you mean {by_name[near]}?"
+        parts = as_path(key.replace(ITEM, "0"))
+        by_name.setdefault(str(parts[-1]), []).append(".".join(map(str, parts)))
+        sections.setdefault(str(parts[-2]) if len(parts) > 1 else "", parts[:-1])
+    if section := sections.get(str(path[-1])):  # tokenizer.kind
+        if not rest:
+            return f"did you mean {'.'.join(map(str, section))}?"
+        path = (*section, *rest)
+        if near := nearest_of(last, siblings(path)):
+            return f"did you mean {'.'.join(map(str, (*section, near)))}?"
+        rest = ()
+    near = nearest_of(last, by_name, cutoff=0.75)
+    # A name that several sections have says little about a key that stands in another section.
+    if near and (len(path) + len(rest) == 1 or len(by_name[near]) == 1):
+        return f"did you mean {by_name[near][0]}?"
     known = siblings(path)
     parent = ".".join(map(str, path[:-1])) or "a run file"
     return f"{parent} has {', '.join(known)}" if known else "remove it"

@@ -15,6 +15,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.sections.task import SCRIPT_TASK
+from holdfast.config.sections.train import SCHEDULES_WITHOUT_FINAL_RATIO
 from holdfast.options.registry import option_keys
 
 
@@ -108,10 +109,10 @@ def _schedule(loaded: LoadedConfig) -> Iterator[Finding]:
             f"use {max(1, room)} or less",
         )
     key = "train.schedule.final_ratio"
-    if schedule.kind == "constant" and _given(loaded, key):
+    if schedule.kind in SCHEDULES_WITHOUT_FINAL_RATIO and _given(loaded, key):
         yield (
             key,
-            "has no effect with schedule.kind constant",
+            f"has no effect with schedule.kind {schedule.kind}",
             "use train.schedule.kind linear, or remove it",
         )
 
@@ -186,8 +187,7 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
     elif profiled is not None and profiled[1] > steps:
         yield (
             "train.profile.steps",
-            f"{list(profiled)} ends after the last step {steps}, and a profile is written after "
-            "its last step, so nothing is written",
+            f"{list(profiled)} ends after the last step {steps}, so the profile has fewer steps",
             f"use {[profiled[0], steps]}",
         )
 

@@ -31,6 +31,7 @@ MAX_PROFILED_STEPS = 100
 """Steps of one profile: each takes memory of the worker until the last one has ended."""
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
+SCHEDULES_WITHOUT_FINAL_RATIO = ("constant",)  # `final_ratio` has no effect on these
 METRICS = (
     *("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "kl"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_128
 
 from holdfast.config.sections.data import DataConfig, SourceConfig
@@ -104,11 +105,17 @@ def _make_table(stage: StageConfig, where: str, limit: int) -> Table:
 
 
 def _describe_table(stage: StageConfig, where: str, table: Path) -> Iterator[str]:
-    """Yield a line for each evaluation set with texts that are not looked for."""
+    """Yield a line for each evaluation set with texts that are not looked for, or never found."""
     if stage.kind != "contamination":
         return
-    counts = read_table(str(table), "short")[0].tolist()
-    for entry, (texts, short) in zip(stage.texts, counts, strict=True):
+    counts, owners = read_table(str(table), "short", "sets")
+    numbers = np.bincount(owners, minlength=len(stage.texts)).tolist()
+    for entry, grams, (texts, short) in zip(stage.texts, numbers, counts.tolist(), strict=True):
+        if short < texts and grams < stage.min_matches:
+            yield (
+                f"{where} (contamination): no document can have min_matches {stage.min_matches} "
+                f"n-grams of {entry.label}, which has {grams:,} of its own; use min_matches 1"
+            )
         if short:
             yield (
                 f"{where} (contamination): {short:,} of {texts:,} texts of {entry.label} have too "

@@ -383,6 +383,10 @@ def _next_row(rows: Iterator[list[str]], limit: int) -> list[str]:
         csv.field_size_limit(before)
 
 
+_COLUMN_NAME = re.compile(r"[^\W\d][\w.:/()-]*( [\w.:/()-]+)?")
+"""A name of one word or two that begins with a letter; a cell of text or a number is none."""
+
+
 def _columns(head: str, field: str, path: str) -> tuple[str, list[str]]:
     """(delimiter, names of the columns). Raises DataError if `field` is none of them."""
     found: list[list[str]] = []
@@ -392,6 +396,12 @@ def _columns(head: str, field: str, path: str) -> tuple[str, list[str]]:
             return delimiter, names
         found.append(names)
     names = max(found, key=len)
+    if not all(_COLUMN_NAME.fullmatch(name.strip()) for name in names):
+        raise DataError(
+            f"the first line is no row of column names, and {field!r} is not in it",
+            where=f"{path}:1",
+            remedy=f"write the names above the first row, {field} among them",
+        )
     raise DataError(
         f"there is no column {field!r}, only {names}",
         where=f"{path}:1",

@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 
+import numpy as np
+
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.train import EvaluateConfig, TrainConfig
 from holdfast.data.stream.batch import Batches
@@ -34,6 +36,27 @@ def describe_use(
         *_missing_validation(batches, train),
         *_describe_cache(dataset),
     ]
+
+
+def describe_long_rows(
+    dataset: Dataset, data: DataConfig, train: TrainConfig, seed: int = 1
+) -> list[str]:
+    """Lines about rows and documents that are longer than a sample. Raises DataError if a source
+    has too little text."""
+    batches = Batches(dataset, data, train, seed)
+    return [*_describe_packing(batches), *_describe_long_documents(batches)]
+
+
+def _describe_long_documents(batches: Batches) -> Iterator[str]:
+    """The documents of text that do not fit in one sample."""
+    room, names = batches.sequence_length, batches.dataset.source_names
+    for name, stream in zip(names, batches.dataset.streams("train"), strict=True):
+        lengths = np.diff(stream.document_starts())
+        if not stream.is_chat and (count := int((lengths > room).sum())):
+            yield (
+                f"{name}: {count:,} of {len(lengths):,} documents are longer than "
+                f"data.sequence_length {room}, so each is split over several samples"
+            )
 
 
 def _describe_cache(dataset: Dataset) -> Iterator[str]:

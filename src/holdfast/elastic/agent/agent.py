@@ -146,6 +146,20 @@ class NodeAgent:
             raise
         finally:
             await self._parts.close()
+            await self._close_term()
+
+    async def _close_term(self) -> None:
+        """Close the term of a leader whose run is over, so that the next start does not wait.
+
+        The term of a run of one node is closed by its owner. A run folder that was lost, and a disk
+        that is full, keep the term open: the next start asks, and gets no answer."""
+        term, roles = self._parts.run_controller.term, self._parts.role_loop
+        is_leader = roles.run_end is not None and roles.coordinator is not None
+        if term is None or not is_leader or self._context.single_node_term is not None:
+            return
+        with suppress(HoldfastError):
+            await asyncio.to_thread(term.check)
+            await asyncio.to_thread(term.close)
 
     async def _serve(self, metrics: socket.socket) -> int:
         handlers = RequestHandlers(self._parts, self._seen_progress, address_of(metrics))

@@ -44,6 +44,7 @@ class LocalOwner:
 
     def resize(self, job: OwnedJob, request: LaunchRequest) -> OwnedJob:
         """Start what is missing; ask the nodes with the highest numbers to leave."""
+        self.check(request)
         wanted = {node for node, _ in _commands(request)}
         kept = {}
         for each in _processes(job):

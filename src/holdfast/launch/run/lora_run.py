@@ -139,11 +139,13 @@ def refuse_bare_stages(loaded: LoadedConfig) -> None:
             refuse_bare_stage(config.model, config.lora, blocks, loaded.where("lora.targets"))
 
 
-def describe_lora(config: RunConfig) -> list[str]:
+def describe_lora(loaded: LoadedConfig) -> list[str]:
     """A line about what is trained and what stays."""
-    lora = config.lora
+    config, lora = loaded.config, loaded.config.lora
     if not lora.rank:
-        return []
+        if loaded.origins["lora.rank"].kind not in ("file", "command line"):
+            return []
+        return [f"{loaded.where('lora.rank')}: lora.rank 0 trains all weights, without adapters"]
     trained = format_count(sum(row.size for row in run_parameters(config)))
     if config.task.name:
         return [

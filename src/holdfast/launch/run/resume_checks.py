@@ -64,15 +64,17 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     steps = [step_of(key) for key in usable_commits(store_of_run(folder))]
     if not steps:
         return "", ""
-    at, after = steps[0], config.train
+    at, after = steps[0], config.inner_train
+    # With learners, a step of the run is a round of many inner steps, which the rate follows.
+    every = config.outer.every_steps if config.outer.is_on else 1
     before: TrainConfig | None = None
     with suppress(ValidationError):
-        before = RunConfig.model_validate(drop_unknown_keys(dict(stored))).train
+        before = RunConfig.model_validate(drop_unknown_keys(dict(stored))).inner_train
         is_longer = (before.schedule, before.optimizer) == (after.schedule, after.optimizer)
         if is_longer and after.schedule.kind == "wsd":
-            same = last_common_step(before, after, at)
+            same = last_common_step(before, after, at * every) // every
             at = max((step for step in steps if step <= same), default=at)
-    at = max((step for step in steps if step <= at and step < after.steps), default=at)
+    at = max((step for step in steps if step <= at and step < config.train.steps), default=at)
     to = Path("runs", folder.name.rpartition("-")[0]) if bucket_of_run(folder) else folder
     words = ["holdfast", "branch", location_of_run(folder), "--at", str(at), "--to", _free(to)]
     found = [d for d in config_differences(stored, config) if not is_place(d.key)]
@@ -80,13 +82,13 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
     changes = changed_keys(typed, config)
     if before is not None and any(d.key.startswith(BATCH_KEYS) for d in found):
         changes.append(batches_after(before, after, at))
-    if at >= after.steps:
+    if at >= config.train.steps:
         changes = [change for change in changes if not change.startswith("train.steps=")]
         changes.append(f"train.steps={2 * at}")
     note = ""
     is_function = after.schedule.is_function or (before and before.schedule.is_function)
     if at and before is not None and not is_function:
-        was, becomes = learning_rate(before, at), learning_rate(after, at + 1)
+        was, becomes = learning_rate(before, at * every), learning_rate(after, at * every + 1)
         if (text := f"{becomes:.3g}") != f"{was:.3g}":
             note = f" (the rate {was:.3g} becomes {text})"
     return " ".join([shlex.join(words), *changes]), note

@@ -16,8 +16,8 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,16 @@ from holdfast.wire.store.publish import publish_file, replace_file, temporary_be
 from holdfast.wire.store.run_location import (
     bucket_of_run,
     location_of_run,
+    read_run_file,
+    replace_run_file,
     store_of_run,
     where_of_run,
 )
 from holdfast.wire.store.run_store import SIMULATED_KEY, MissingKeyError
 from holdfast.wire.term import GENERATIONS_PREFIX, TERMS_PREFIX, HolderReply, newest_term
 
-FIRST_FILES = frozenset({"run.yaml", "environment.json", SEAL_FILE})
+DESCRIPTION_TEXTS = ("run.yaml", "environment.json")
+FIRST_FILES = frozenset({*DESCRIPTION_TEXTS, SEAL_FILE})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
 
 REPORTED_PACKAGES = (
@@ -387,6 +390,24 @@ def _describe_in_folder(
             where=where_of_run(folder),
             remedy="choose another with folder=..., or change its permissions",
         ) from None
+
+
+@contextmanager
+def description_put_back(folder: Path) -> Iterator[None]:
+    """Put the files of a run's description back if the body raises a HoldfastError. So no
+    command shows later what was refused."""
+    before = {name: read_run_file(folder, name) for name in (RESOLVED_FILE, *DESCRIPTION_TEXTS)}
+    try:
+        yield
+    except HoldfastError:
+        for name, text in before.items():
+            if text is None:
+                continue
+            if bucket_of_run(folder):
+                replace_run_file(store_of_run(folder), name, text)
+            else:
+                replace_file(folder / name, text)
+        raise
 
 
 def remove_description(folder: Path) -> None:

@@ -131,7 +131,7 @@ def _describe_run(start: Start, data: RunData) -> None:
         say(line)
     if begins and not start.yes:
         start.screen.confirm_cost(loaded, facts.layout.usd)
-    lora, origin = describe_lora(loaded.config), describe_weights(loaded) if begins else []
+    lora, origin = describe_lora(loaded), describe_weights(loaded) if begins else []
     size, devices = describe_microbatch(loaded), describe_devices(loaded)
     bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
     bits += loaded.config.outer.notices(loaded.config.checkpoint.memory_every_steps == 1)

@@ -9,7 +9,8 @@ from math import prod
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.boxes import Box, whole_box
 from holdfast.core.sharding.optimizer_state import bytes_like
-from holdfast.core.sharding.state_table import MIXED, TensorSpec, mesh_box
+from holdfast.core.sharding.run_table import run_state_table
+from holdfast.core.sharding.state_table import MIXED, TensorSpec, learner_shares, mesh_box
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, Replica, Topology, coordinates_of
 from holdfast.plan.memory.memory_use import known_parameters
@@ -22,11 +23,12 @@ class LossImpact:
     embedding, i block i, layers norm and head)."""
 
     broken: tuple[int, ...]  # replicas that lost a rank
-    whole: tuple[int, ...]  # replicas that could continue at once
+    whole: tuple[int, ...]  # replicas that could continue at once; none if learners are lost
     waiting: tuple[int, ...]  # ranks that are alive in a broken replica
     gone: int  # bytes of state without a copy outside the lost ranks
     of: int  # bytes of all state
     positions: tuple[int, ...]
+    learners: int = 0  # of `outer` whose state is lost: then all begin from the newest snapshot
 
 
 def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) -> LossImpact:
@@ -39,7 +41,12 @@ def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) 
             remedy=f"use ranks 0 to {topology.world_size - 1}",
         )
     broken = tuple(r.index for r in topology.replicas if not lost.isdisjoint(r.ranks))
-    whole = tuple(r.index for r in topology.replicas if r.index not in broken)
+    learners = 0
+    if kept_apart := [spec for spec in run_state_table(config) if spec.of_learners]:
+        shares = learner_shares(config.outer.learners, len(topology.replicas))
+        learners = sum(len(shares[index]) for index in broken)
+    intact = tuple(r.index for r in topology.replicas if r.index not in broken)
+    whole = () if learners else intact
     waiting = tuple(
         rank for index in broken for rank in topology.replicas[index].ranks if rank not in lost
     )
@@ -47,13 +54,17 @@ def impact_of_loss(config: RunConfig, topology: Topology, lost: frozenset[int]) 
     positions: set[int] = set()
     for spec, nbytes in _state_tensors(config):
         of += nbytes
-        if whole:
+        if intact:
             continue  # a replica that lost no rank holds everything
         missing = _missing_elements(spec, topology.replicas, lost)
         if missing:
             gone += nbytes * missing // prod(spec.shape)
             positions.update(spec.positions)
-    return LossImpact(broken, whole, waiting, gone, of, tuple(sorted(positions)))
+    for spec in kept_apart:  # no other replica has a copy
+        of += spec.nbytes
+        gone += spec.nbytes * learners // config.outer.learners
+        positions.update(spec.positions if learners else ())
+    return LossImpact(broken, whole, waiting, gone, of, tuple(sorted(positions)), learners)
 
 
 def _state_tensors(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -150,9 +149,10 @@ class AlertWatch:
         found = find_changes(self._alerts, self._evaluator.firing(now), self._told, now)
         changes = self._unsent + [change for change in found if self._claim(change)]
         self._unsent = []
-        by_cause = sorted(changes, key=lambda change: change.alert.cause)
-        for _, group in groupby(by_cause, key=lambda change: change.alert.cause):
-            self._post([*group])
+        # The order of the catalogue: that a worker was lost comes before what may be the reason.
+        for cause in dict.fromkeys(alert.cause for alert in self._alerts):
+            if group := [change for change in changes if change.alert.cause == cause]:
+                self._post(group)
 
     def _take(self, record: Record, now: float) -> None:
         """Take a record. Of the time before this process, samples are made as if it had run."""

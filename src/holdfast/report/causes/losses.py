@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.events import (
+    NOT_HEARD,
     GenerationStarted,
     MajorityLacked,
     Record,
@@ -36,8 +37,6 @@ _CONSEQUENCE = re.compile(
     r"was interrupted|a peer was lost|lost (its|a) peers?|^paused after step|newer generation"
     r"|is not finite|checksum|not intact"
 )
-_SILENT = "not heard"
-"""The beginning of the cause of a node that the coordinator gave up because it fell silent."""
 _HANG_SIGNS = ("stopped", "silent", "behind", "device", "progress")
 _EXCHANGE = re.compile(r"in step \d+, (reduce|vote)")
 _WORKER = re.compile(r"^worker (\d+): (.*)", re.DOTALL)
@@ -155,7 +154,7 @@ def _silent_nodes(story: GenerationStory, root: _Ended, ended: list[_Ended]) -> 
         story.node_of(one.rank)
         for one in ended
         if one.noticed_by == "heartbeat"
-        and one.text.startswith(_SILENT)
+        and one.text.startswith(NOT_HEARD)
         and one.record.writer == writer
     } - {writer.partition(".")[2]}
 
@@ -171,7 +170,7 @@ def _cut_off_coordinator(story: GenerationStory, root: _Ended, ended: list[_Ende
 
 def _node_lost(story: GenerationStory, node: str, text: str) -> tuple[Mode, str, bool]:
     """Return mode and sentence of a node that was lost, and whether that is certain."""
-    if not text.startswith(_SILENT):
+    if not text.startswith(NOT_HEARD):
         cause = f"{node} was lost ({text}). Nothing says what ended it."
         return Mode.WORKER_CRASH, cause, False
     if any(event.node == node and event.nodes for _, event in story.of(MajorityLacked)):

@@ -182,8 +182,8 @@ _COUNTERS = (
         "worker_losses",
         "",
         "counter",
-        "Workers lost, by what noticed it",
-        {"noticed_by": ("exit", "peer", "halt", "heartbeat", "stuck")},
+        "Workers lost, by what noticed it. heartbeat: the node fell silent; node: its agent ended",
+        {"noticed_by": ("exit", "peer", "halt", "heartbeat", "node", "stuck")},
     ),
     MetricSpec("state_differences", "", "counter", "Comparisons of state in which ranks differed"),
     MetricSpec(

@@ -23,6 +23,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.health import STALLED_AFTER_TIMEOUTS
 from holdfast.events import (
+    NOT_HEARD,
     BatchFed,
     CheckpointCaptured,
     CheckpointCommitted,
@@ -278,6 +279,8 @@ class RunMetrics:
             case WorkerLost():
                 known = CATALOGUE["worker_losses"].labels["noticed_by"]
                 how = event.noticed_by if event.noticed_by in known else "stuck"
+                if how == "heartbeat" and not event.cause.startswith(NOT_HEARD):
+                    how = "node"  # its agent has ended, or the node was left out
                 self._count("worker_losses", 1, how)
                 self._set("recovering", 1)
                 lost = {(event.node, event.pid)} if event.pid else set()

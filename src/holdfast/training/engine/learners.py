@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
-from holdfast.config.sections.train import TrainConfig
 from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, learner_shares
@@ -46,17 +45,6 @@ LearnerSlots = list[list[Tensor | None]]
 error feedback, the last slot is what was left out."""
 
 
-def inner_train(config: RunConfig) -> TrainConfig:
-    """Return `train` of an inner step: its schedule counts inner steps, so that the rate follows
-    the samples and not the rounds."""
-    train, every = config.train, config.outer.every_steps
-    schedule = train.schedule
-    counts = {key: getattr(schedule, key) * every for key in ("steps", "warmup_steps")}
-    counts["decay_steps"] = schedule.decay_steps * every
-    longer = schedule.model_copy(update=counts)
-    return train.model_copy(update={"steps": train.steps * every, "schedule": longer})
-
-
 class LearnerExecutor(Executor):
     """Runs the rounds of the learners of one rank, one after the other.
 
@@ -78,7 +66,7 @@ class LearnerExecutor(Executor):
     ) -> None:
         super().__init__(passes.arguments)
         self._passes, self._inner, self._parameters = passes, inner, parameters
-        self._working, self._user, self._train = list(working), user, inner_train(config)
+        self._working, self._user, self._train = list(working), user, config.inner_train
         self._every = config.outer.every_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"

@@ -50,6 +50,7 @@ class StepProfiler:
         self._window: tuple[int, int] | None = None  # first and last step of what is under way
         self._is_asked = False  # by a request, not by the run file
         self._profile: profile | None = None
+        self._recorded = 0  # newest step that it has completely; 0: none
         self._writer: threading.Thread | None = None
         self._step_range, self._phase_range = ExitStack(), ExitStack()
 
@@ -66,6 +67,7 @@ class StepProfiler:
                 return
             known = ProfilerActivity.__members__
             kinds = ("CPU", self._device.type.upper())
+            self._recorded = 0
             self._profile = profile(activities={known[kind] for kind in kinds if kind in known})
             self._profile.start()
         self._open(self._step_range, f"step {step}")
@@ -83,16 +85,26 @@ class StepProfiler:
             return
         self._phase_range.close()
         self._step_range.close()
+        self._recorded = step
         if step < self._window[1]:
             return
+        self._begin_to_write()
+
+    def _begin_to_write(self) -> None:
+        """Have what was recorded written by a thread of its own."""
+        assert self._profile is not None
+        assert self._window is not None
         done, (first, _), self._profile, self._window = self._profile, self._window, None, None
         done.stop()
-        arguments = done, first, step, self._number if self._is_asked else 0
+        arguments = done, first, self._recorded, self._number if self._is_asked else 0
         self._writer = threading.Thread(target=self._write, args=arguments, name="profile")
         self._writer.start()
 
     def wait_until_written(self) -> None:
-        """Wait for the newest file, at the end of the run."""
+        """Wait for the newest file, at the end of the run. A profile that is still open has the
+        steps up to this end."""
+        if self._profile is not None and self._recorded:
+            self._begin_to_write()
         if self._writer is not None:
             self._writer.join(_WRITE_TIMEOUT_S)
 
