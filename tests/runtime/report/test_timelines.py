@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -166,10 +167,30 @@ def test_a_real_run_of_two_nodes(tmp_path: Path) -> None:
     with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
         nodes.start("a", "b")
         assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
-    line = build_timeline(read_journal(nodes.store))
+    records = list(read_journal(nodes.store))
+    line = build_timeline(records)
     assert not line.refused
     ranks = {row for row in line.rows if row.startswith("rank")}
     assert ranks in ({"rank 0 on a", "rank 1 on b"}, {"rank 0 on b", "rank 1 on a"})
     (other,) = [fit for fit in line.alignment.clocks.values() if fit.exchanges]
     assert other.error_s < AGREE_S
     assert abs(other.offset_s) < 5 * AGREE_S, "what a machine that is busy with other tests allows"
+    ends = vote_ends(line)
+    first, other_row = sorted(ends)
+    for offset_s, drift in ((10.0, 50e-6), (-10.0, -50e-6), (0.3, -50e-6)):
+        moved = vote_ends(build_timeline([with_clock(r, offset_s, drift) for r in records]))
+        columns = (ends[other_row], ends[first], moved[other_row], moved[first])
+        for true, base, there, here in zip(*columns, strict=True):
+            assert abs((there - here) - (true - base)) < AGREE_S
+
+
+def with_clock(record: Record, offset_s: float, drift: float) -> Record:
+    """The record of a node whose clock has an offset and a drift, if it is of rank 1."""
+    event = record.event
+    if not isinstance(event, StepTraced) or event.rank != 1:
+        return record
+    spans = [
+        [track, name, *(at + offset_s + drift * at for at in times)]
+        for track, name, *times in event.spans
+    ]
+    return replace(record, time=record.time + offset_s, event=replace(event, spans=spans))
