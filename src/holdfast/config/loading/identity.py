@@ -68,7 +68,7 @@ LATER_KEYS = frozenset(
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
         "outer": ("average", "every_steps", "faulty", "learners"),
-        "outer.codec": ("error_feedback", "name", "share"),
+        "outer.codec": ("error_feedback", "name", "rank", "share"),
         "outer.trust": ("checks", "direction", "limit", "norm"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "rollout": (

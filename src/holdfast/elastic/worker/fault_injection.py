@@ -226,14 +226,15 @@ def install_faults(worker: Any, folder: Path) -> None:
         return batch
 
     loading.__next__ = gated
-    plain_changes = LearnerExecutor._changes
+    learners: Any = LearnerExecutor
+    plain_changes = learners._changes
 
     def changes(made: Any, *rest: Any) -> Any:
         found = plain_changes(made, *rest)
         under.reached("changed", made.step(), found[0])
         return found
 
-    LearnerExecutor._changes = changes  # type: ignore[method-assign]
+    learners._changes = changes
     for objective in (NextTokenObjective, TaskObjective):
         _corrupt_losses(objective, under)
 

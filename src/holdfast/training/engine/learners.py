@@ -78,7 +78,10 @@ class LearnerExecutor(Executor):
         self._shares = learner_shares(self._learners, groups.replica_count)
         self._own = self._shares[groups.coordinate.replica]
         codec = config.outer.codec
-        self._codec = make_codec(codec.name, codec.share) if config.outer.sends_all else None
+        self._codec: Codec | None = None
+        if config.outer.sends_all:
+            shapes = [tuple(tensor.shape) for tensor in self._working]
+            self._codec = make_codec(codec.name, codec.share, shapes, codec.rank)
         self._feedback = codec.error_feedback
         kept = (parameters.table, self._working, inner.gradients(), user, None, parameters.boxes)
         self._optimizer = make_optimizer(config.train.optimizer, *kept)
