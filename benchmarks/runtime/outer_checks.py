@@ -62,8 +62,8 @@ def _cheat(learners: Any) -> None:
     honest, own, before = learners._changes, learners._own, dict[int, list[torch.Tensor]]()
     turn = iter(range(10**9))
 
-    def changes(batch: Any) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = honest(batch)
+    def changes(tokens: float) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = honest(tokens)
         if learners._own is not own:  # it checks another rank's learner
             return found
         at = next(turn) % len(own)

@@ -264,9 +264,11 @@ class WeightsDigest(Event, kind="weights_digest"):
     sha256: str
 
 
-class OuterRound(Event, kind="outer_round", absent_if_empty={"inner_s", "codec_s", "waited_s"}):
+class OuterRound(
+    Event, kind="outer_round", absent_if_empty={"inner_s", "codec_s", "waited_s", "fates"}
+):
     """A rank's part of round `step` of a run with `outer`, after its update. Each rank writes it;
-    `sha256` is the same on all of them, and for any number of workers."""
+    `sha256` is the same on all of them, and for any number of workers in mode fixed."""
 
     rank: int
     sha256: str  # of all weights
@@ -275,6 +277,8 @@ class OuterRound(Event, kind="outer_round", absent_if_empty={"inner_s", "codec_s
     inner_s: float = 0.0  # of the inner steps of all its learners
     codec_s: float = 0.0  # of encoding its learners' changes, and decoding all
     waited_s: float = 0.0  # for coded changes of other ranks
+    # In mode free the ledger of the round: `core.data.learner_fates.LearnerFate` of each learner.
+    fates: list[dict[str, Any]] = field(default_factory=list)
 
 
 class LearnerChecked(Event, kind="learner_checked"):

@@ -35,6 +35,7 @@ from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.loading.identity import config_hash, earlier_hash
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.task import SCRIPT_TASK
+from holdfast.core.data.learner_fates import LearnerFate, row_problems
 from holdfast.core.data.skips import Skips
 from holdfast.core.format.manifest import Commit
 from holdfast.data.order.audit import audit_records
@@ -73,7 +74,7 @@ class ReplayedStep:
     step: int
     start: int  # the state after this step was the start
     end: int  # after this step the weights were compared
-    compared_with: str  # digest, checkpoint
+    compared_with: str  # round, digest, checkpoint
     recorded: str  # SHA-256 of the recorded weights
     replayed: str  # SHA-256 of the weights here
 
@@ -135,6 +136,8 @@ class _Job:
     commits: Mapping[int, str]
     device: str
     vector_units: str  # that torch is asked for; "": it chooses
+    rounds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """round -> inner steps of each learner that its ledger has; none in mode fixed"""
     meeting: str = ""  # the file in which ranks meet; "": there is one rank
 
 
@@ -144,6 +147,8 @@ class _RankResult:
 
     curve: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> name -> value
     digests: dict[int, dict[tuple[int, int], str]] = field(default_factory=dict)
+    rounds: dict[int, str] = field(default_factory=dict)  # round -> SHA-256 of all weights
+    fates: dict[int, list[LearnerFate]] = field(default_factory=dict)  # round -> its ledger
     weights: dict[int, str] = field(default_factory=dict)  # step -> SHA-256, at a checkpoint
     stored: dict[int, str] = field(default_factory=dict)  # the same of the checkpoint
     differing: dict[int, list[str]] = field(default_factory=dict)  # step -> tensors
@@ -207,6 +212,7 @@ def _job(
     return _Job(
         *(run.folder, run.config, where, stretch, layout, record.skips, threads),
         *(record.topologies, record.digests, record.commits, device, vector_units),
+        {step: tuple(row.steps for row in told[0]) for step, told in record.fates.items()},
     )
 
 
@@ -335,6 +341,7 @@ def _open_session(job: _Job, rank: int) -> TrainingSession:
     from holdfast.plan.placing.planner import dealer_of
     from holdfast.tasks.choose import open_task
     from holdfast.training.engine.build import build_engine, connect_settings, make_session
+    from holdfast.training.engine.free_learners import FreeLearnerExecutor
 
     config, device = job.config, torch.device(device_kind(job.device).device(rank))
     select_device(device)
@@ -348,6 +355,8 @@ def _open_session(job: _Job, rank: int) -> TrainingSession:
     groups = connect(settings, topology, rank)
     dealer = dealer_of(topology, config.layout.schedule)
     engine = build_engine(config, groups, device, dealer=dealer, task=task)
+    if isinstance(engine.learners, FreeLearnerExecutor):
+        engine.learners.recorded = job.rounds
     return make_session(config, engine, batches, device, task)
 
 
@@ -402,9 +411,12 @@ def _compare(
     job: _Job, session: TrainingSession, rank: int, step: int, result: _RankResult
 ) -> None:
     """Hash the weights after a step as the run did, and compare them with its checkpoint."""
-    from holdfast.training.engine.weights_digest import WeightsDigester
+    from holdfast.training.engine.weights_digest import WeightsDigester, digest_of_weights
 
     state = session.engine.state()
+    if session.engine.learners is not None:
+        result.rounds[step] = digest_of_weights(job.config, state)
+        result.fates[step] = list(session.engine.learners.fates)
     if recorded := job.digests.get(step):
         found = result.digests.setdefault(step, {})
         for generation, of_rank in recorded:
@@ -471,6 +483,9 @@ def _judge(
             return
     for step in range(stretch.start + 1, stretch.stop + 1):
         _judge_curve(record, step, ranks[0].curve.get(step, {}), result)
+        for told in record.fates.get(step, ()):
+            for message in row_problems(told, ranks[0].fates.get(step, [])):
+                _note(result, step, "ledger", message)
     hashes: dict[int, tuple[str, str, str]] = {}
     for step in range(stretch.start + 1, stretch.stop + 1):
         for kind, recorded, replayed, tensors in _hashes(record, step, ranks):
@@ -503,6 +518,8 @@ def _hashes(
     record: PublicRecord, step: int, ranks: Sequence[_RankResult]
 ) -> Iterator[tuple[str, str, str, list[str]]]:
     """Yield (kind, recorded, replayed, differing tensors) of what tells the weights of a step."""
+    if recorded_hashes := record.rounds.get(step):
+        yield "round", _joined(sorted(recorded_hashes)), ranks[0].rounds[step], []
     found = {key: value for rank in ranks for key, value in rank.digests.get(step, {}).items()}
     if found:
         recorded = record.digests[step]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.config.run import RunConfig
 from holdfast.core.data.data_ledger import LedgerEntry
+from holdfast.core.data.learner_fates import LearnerFate
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.protocol.generation_record import record_of
@@ -16,6 +17,7 @@ from holdfast.errors import CorruptError, RunFolderError
 from holdfast.events import (
     BatchFed,
     GenerationStarted,
+    OuterRound,
     Record,
     RunBranched,
     StepDone,
@@ -52,6 +54,10 @@ class PublicRecord:
     digests: dict[int, dict[tuple[int, int], str]] = field(default_factory=dict)
     """step -> (generation, rank) -> SHA-256 of what that rank owns of the weights"""
     digested: set[int] = field(default_factory=set)  # steps with the digests of all weights
+    rounds: dict[int, set[str]] = field(default_factory=dict)
+    """round of learners -> SHA-256 of all weights, as its ranks have it"""
+    fates: dict[int, list[list[LearnerFate]]] = field(default_factory=dict)
+    """round of outer.mode free -> its ledger, as its ranks have it"""
     topologies: dict[int, Topology] = field(default_factory=dict)  # by generation
     processors: dict[int, set[str]] = field(default_factory=dict)  # by generation
     threads: dict[int, int] = field(default_factory=dict)  # by generation
@@ -126,6 +132,13 @@ def _note(found: PublicRecord, record: Record) -> None:
             found.done[event.step] = generation, event
         case WeightsDigest():
             found.digests.setdefault(event.step, {})[generation, event.rank] = event.sha256
+        case OuterRound():
+            found.rounds.setdefault(event.step, set()).add(event.sha256)
+            found.digested.add(event.step)
+            with suppress(KeyError, TypeError, ValueError):
+                rows = [LearnerFate.from_json(row) for row in event.fates]
+                if rows and rows not in (told := found.fates.setdefault(event.step, [])):
+                    told.append(rows)
         case GenerationStarted():
             with suppress(KeyError, TypeError, ValueError):
                 found.topologies[generation] = Topology.from_json(event.topology)

@@ -28,7 +28,7 @@ from holdfast.data.stages.task_pool import TaskPool
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.coverage import describe_long_rows
 from holdfast.data.stream.dataset import Dataset
-from holdfast.data.stream.dataset_location import dataset_exists, open_dataset
+from holdfast.data.stream.dataset_location import dataset_exists, is_address, open_dataset
 from holdfast.data.stream.document_reads import (
     document_hash,
     find_document,
@@ -68,6 +68,13 @@ def prepare(
       holdfast data prepare run.yaml --on ray --address 10.0.0.1:6379
     """
     pool, config = _pool(on, address), _decoder_config(run_file, overrides, "data prepare")
+    far = [s.path for s in config.data.sources if s.path and is_address(s.path)]
+    if on == "ray" and far:
+        raise ConfigError(
+            f"the source {far[0].partition('?')[0]} would be fetched to this machine alone",
+            where="--on ray",
+            remedy="use --on local, or name a folder that the machines of the cluster share",
+        )
     with StageProgress() as progress:
         dataset = make(config.data, progress.say, progress.show, pool=pool, mend=True)
     try:

@@ -30,7 +30,13 @@ DataFolder = Annotated[
 @app.command()
 def replay(
     run: RunArgument,
-    step: Annotated[list[int], typer.Option("--step", min=1, help="step; may be repeated")],
+    step: Annotated[
+        list[int] | None, typer.Option("--step", min=1, help="step; may be repeated")
+    ] = None,
+    round_: Annotated[
+        list[int] | None,
+        typer.Option("--round", min=1, help="round of learners (outer); may be repeated"),
+    ] = None,
     data: DataFolder = None,
     within: Annotated[
         float | None,
@@ -41,7 +47,8 @@ def replay(
     """Compute steps of a run again, and compare them with its record.
 
     A pass begins from the newest checkpoint before a step, or from initial weights. It computes up
-    to the next recorded weights: a digest of train.digest_every, or a checkpoint. On the way it
+    to the next recorded weights: a digest of train.digest_every, a checkpoint, or a round of
+    learners. A round of outer.mode free is computed from its ledger. On the way the command
     compares the ledger, loss, norm and rate of each step. On like processors all bits must be
     equal. Elsewhere the distance is printed, and a bound judges it. Exit code 1 if something
     differs; the first difference names its step.
@@ -50,11 +57,24 @@ def replay(
     Example:
       holdfast audit replay runs/quickstart --step 137
       holdfast audit replay copied/quickstart --data copied/dataset --step 12 --step 40
+      holdfast audit replay runs/learners --round 7
     """
     found = open_run(run)
+    if not (steps := [*(step or ()), *(round_ or ())]):
+        raise ConfigError(
+            "no step is named",
+            where="--step",
+            remedy="name a step with --step, or a round with --round",
+        )
+    if round_ and not found.config.outer.is_on:
+        raise ConfigError(
+            "this run has no rounds, because outer.learners is 0",
+            where="--round",
+            remedy="name a step with --step",
+        )
     with explain_read_errors(found.place), StageProgress() as progress:
         where = None if data is None else str(data)
-        result = replay_steps(found, step, dataset=where, bound=within, on_progress=progress.show)
+        result = replay_steps(found, steps, dataset=where, bound=within, on_progress=progress.show)
     if json:
         print_json(result.to_json())
         return 0 if result.ok else 1

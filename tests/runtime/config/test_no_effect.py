@@ -62,6 +62,7 @@ def said(*overrides: str) -> list[str]:
         ("outer.codec.name=int8", "no effect with outer.learners 0"),
         ("outer.learners=2 outer.codec.error_feedback=0.5", "outer.codec.name none"),
         ("outer.learners=4 outer.faulty=0", "no effect with outer.average mean"),
+        ("outer.learners=4 outer.free.quorum=2", "no effect with outer.mode fixed"),
         (
             "outer.learners=2 outer.codec.name=int8 outer.codec.share=0.5",
             "no effect with outer.codec.name int8",

@@ -28,6 +28,15 @@ from tests.support.tiny_training import tiny
             "token_weighted does not leave out",
         ),
         ({"outer__optimizer": {"momentum": 0}}, "Nesterov"),
+        ({"outer__mode": "free"}, "use average token_weighted"),
+        (
+            {
+                "outer__mode": "free",
+                "outer__average": "token_weighted",
+                "outer__free": {"quorum": 4},
+            },
+            "free.quorum 4 is more than learners 3",
+        ),
     ],
 )
 def test_it_names_the_key(changes: dict[str, Any], words: str) -> None:

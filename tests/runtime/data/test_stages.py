@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from holdfast.data.filters.plain import hash_document
 from holdfast.data.filters.shingles import signature
 from holdfast.data.prepare import stage_recipes
 from holdfast.data.prepare.prepare import prepare_dataset
+from holdfast.data.read import sources
 from holdfast.data.read.files import checksum
 from holdfast.data.stages.near_duplicates import find_near_duplicates
 from holdfast.data.stream.dataset import REMOVED, Dataset
@@ -436,3 +438,23 @@ def test_nothing_left_says_why(tmp_path: Path) -> None:
     source = lines_file(tmp_path / "notes.jsonl", ["one", "two"])
     with pytest.raises(DataError, match=re.escape("2 by data.stages")):
         make(data_config(tmp_path / "out", source, stages=[GOPHER]))
+
+
+def test_a_corpus_may_have_more_units_than_a_process_may_have_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1)  # a unit for each file
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(80):
+        (folder / f"{number:03}.txt").write_text(page(number), "utf-8")
+    source = {"kind": "text", "path": str(folder)}
+    stages = [{"kind": "length", "min_words": 1}, {"kind": "near_duplicates"}]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, before[1]))
+    try:
+        dataset = make(data_config(tmp_path / "out", source, stages=stages))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert dataset.streams("train")[0].documents + dataset.streams("validation")[0].documents == 80

@@ -58,8 +58,8 @@ def _cheat(learners: Any, cheat: str) -> None:
     """Let the rank send wrong changes of its own learners, and compute those of rank 0 honestly."""
     honest, own = learners._changes, learners._own
 
-    def changes(batch: Any) -> list[torch.Tensor]:
-        found = honest(batch)
+    def changes(tokens: float) -> list[torch.Tensor]:
+        found = honest(tokens)
         if learners._own is not own:  # it checks another rank's learner
             return found
         match cheat:
@@ -149,12 +149,11 @@ def _one_bad_round(rank: RankContext, changes: dict[str, Any]) -> tuple[str, Tol
     assert isinstance(learners, CheckedLearners)
     learners.fetch = lambda step, leaf: feed(step, leaf, made.train.microbatch_size)
     honest: Any = learners._changes
-    bad = {2, 3} if rank.rank == 0 else set()
+    turn, bad = iter(range(10**6)), {2, 3} if rank.rank == 0 else set()
 
-    def changes_of(batch: Any) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = honest(batch)
-        wrong = made.step == 1 and any(batch is b for k, b in enumerate(made.batches) if k in bad)
-        return [-10 * t for t in found] if wrong else found
+    def changes_of(tokens: float) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = honest(tokens)
+        return [-10 * t for t in found] if next(turn) in bad else found
 
     learners._changes = changes_of  # type: ignore[method-assign]
     for step in range(1, ROUNDS + 1):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 
 from holdfast.config.run import RunConfig
 from holdfast.training.engine.engine import StepEngine
-from tests.support.ranks import RankContext, rank_values
+from holdfast.training.engine.free_learners import FreeLearnerExecutor
+from tests.support.ranks import RankContext, rank_values, wait_until
 from tests.support.tiny_training import Fed, engine, feed, one_step, tiny, train
 
 ROUNDS = 3
@@ -134,3 +137,55 @@ def _joined(fed: list[Fed]) -> Fed:
 def test_one_learner_takes_the_steps_of_a_run_without_rounds() -> None:
     (difference,) = rank_values(_one_learner, 1)
     assert difference < 1e-12
+
+
+FREE = LEARNERS | {"every_steps": 4, "mode": "free", "average": "token_weighted"}
+
+
+def _free_rounds(rank: RankContext, outer: dict[str, Any], late: list[int]) -> list[Any]:
+    """late: the rank that in each round waits for the close after two inner steps."""
+    config = tiny(**{f"outer__{key}": value for key, value in outer.items()})
+    made, found = engine(config, rank.rank, rank.store(), replicas=rank.world_size), list[Any]()
+    learners = made.learners
+    assert isinstance(learners, FreeLearnerExecutor)
+    for step, slow in enumerate(late, 1):
+        calls = count(1)
+
+        def wait_for_close(slow: int = slow, calls: Iterator[int] = calls) -> None:
+            if rank.rank == slow and next(calls) == 2:
+                wait_until(lambda: learners._stops(0, 0), 120, "the close")
+
+        learners.on_progress = wait_for_close
+        verdict = one_step(made, step)
+        found.append([_weights(made), [row.to_json() for row in learners.fates], verdict.tokens])
+    made.close()
+    return found
+
+
+def _replayed(rank: RankContext, outer: dict[str, Any], rounds: list[Any]) -> list[Any]:
+    config = tiny(**{f"outer__{key}": value for key, value in outer.items()})
+    made, found = engine(config, rank.rank, rank.store()), list[Any]()
+    assert isinstance(made.learners, FreeLearnerExecutor)
+    steps = {n: [row["steps"] for row in rows] for n, (_, rows, _) in enumerate(rounds, 1)}
+    made.learners.recorded = steps
+    for verdict in (one_step(made, step) for step in steps):
+        rows = [row.to_json() for row in made.learners.fates]
+        found.append([_weights(made), rows, verdict.tokens])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("late", "codec", "fate"),
+    [("drop", {}, "dropped"), ("use", {}, "used_late"), ("use", {"name": "int4"}, "used_late")],
+)
+def test_one_process_computes_the_rounds_of_mode_free_again(
+    late: str, codec: dict[str, Any], fate: str
+) -> None:
+    quorum = {"quorum": 2, "grace_seconds": 0.0}
+    outer = FREE | {"free": quorum | {"late": late}, "codec": codec}
+    by_rank = rank_values(_free_rounds, 3, {"outer": outer, "late": [2, 0, 1, 2]})
+    assert all(rounds == by_rank[0] for rounds in by_rank)
+    rounds = by_rank[0]
+    assert [[row["fate"] for row in rows].count(fate) for _, rows, _ in rounds] == [1] * 4
+    assert len({weights for weights, _, _ in rounds}) == 4, "the weights move in each round"
+    assert rank_values(_replayed, 1, {"outer": outer, "rounds": rounds}) == [rounds]

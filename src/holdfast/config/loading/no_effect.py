@@ -282,7 +282,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
-    outer, codec = config.outer, config.outer.codec
+    outer, codec, free = config.outer, config.outer.codec, type(config.outer.free).model_fields
     rules += [
         (key, not outer.is_on, "outer.learners 0")
         for key in loaded.origins
@@ -294,6 +294,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
             ("outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"),
             ("outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"),
             ("outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"),
+            *((f"outer.free.{n}", not outer.is_free, "outer.mode fixed") for n in free),
             ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
         ]
     rules.append(("train.profile.ranks", not config.train.profile.steps, "no train.profile.steps"))

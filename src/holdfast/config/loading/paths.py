@@ -205,6 +205,8 @@ def _located(config: RunConfig, key: str, value: str, base: str) -> str:
         and "://" in value
     ):
         return expand_address(value)
+    if key.startswith("data.sources.") and "://" in value:
+        return expand_address(value)
     path = expand_path(value)
     if key == "folder":
         expand_path(path.replace("{name}", config.name))  # is a name too long?

@@ -71,6 +71,23 @@ class OuterCodecConfig(Section):
         return self.is_on and self.error_feedback > 0
 
 
+class OuterFreeConfig(Section):
+    """When a round of `outer.mode: free` closes."""
+
+    quorum: Never[int] = Field(0, ge=0)
+    """learners that must be done before a round closes without the rest; 0: more than half"""
+    grace_seconds: Never[float] = Field(5.0, ge=0)
+    """seconds that the rest has after the quorum. If workers have unlike numbers of learners, they
+    begin once the largest share could be done at the pace of the quorum"""
+    late: Never[Literal["drop", "use"]] = "drop"
+    """what a learner did that a close interrupted. use: it counts by the tokens that it read"""
+
+    @property
+    def uses_late(self) -> bool:
+        """Return True if an interrupted learner is used."""
+        return self.late == "use"
+
+
 class OuterConfig(Section):
     """Learners that train apart for many steps before they are averaged, for slow links
     ([outer-rounds.md](../guide/outer-rounds.md)). The curve is not that of data parallelism, so
@@ -90,6 +107,11 @@ class OuterConfig(Section):
     """trimmed_mean, krum, multi_krum: learners that may be wrong"""
     codec: OuterCodecConfig = OuterCodecConfig()
     trust: OuterTrustConfig = OuterTrustConfig()
+    mode: Never[Literal["fixed", "free"]] = "fixed"
+    """fixed: each round has all learners. free: a round closes without learners that are late. This
+    gives up promise 1: the curve depends on who was late. The journal has a ledger, from which
+    `holdfast audit replay RUN --round N` computes a round again"""
+    free: OuterFreeConfig = OuterFreeConfig()
 
     @property
     def is_on(self) -> bool:
@@ -124,7 +146,17 @@ class OuterConfig(Section):
     @property
     def sends_all(self) -> bool:
         """Return True if each worker gets the change of each learner, and not only their sum."""
-        return self.is_on and (self.codec.is_on or self.needs_all)
+        return self.is_on and (self.codec.is_on or self.needs_all or self.is_free)
+
+    @property
+    def is_free(self) -> bool:
+        """Return True if a round closes without learners that are late."""
+        return self.is_on and self.mode == "free"
+
+    @property
+    def quorum(self) -> int:
+        """The learners that a round of mode free waits for."""
+        return self.free.quorum or self.learners // 2 + 1
 
     def broken_rules(self) -> Iterator[str]:
         if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:
@@ -135,6 +167,16 @@ class OuterConfig(Section):
 
         if self.is_on and self.trust.is_on and self.average == "token_weighted":
             yield "average token_weighted does not leave out changes: use average mean, or no trust"
+        if self.is_free and self.average != "token_weighted":
+            yield (
+                f"mode free weighs learners by the tokens that they read, and average is "
+                f"{self.average}: use average token_weighted"
+            )
+        if self.is_free and self.free.quorum > self.learners:
+            yield (
+                f"free.quorum {self.free.quorum} is more than learners {self.learners}: use "
+                f"free.quorum {self.learners}"
+            )
 
     def notices(self, has_snapshots: bool) -> Iterator[str]:
         """Yield the lines that a run prints when it starts. has_snapshots: each round is kept in
@@ -145,6 +187,13 @@ class OuterConfig(Section):
             f"outer.learners {self.learners}: a step is a round of {self.every_steps} inner steps; "
             "the curve is another one than that of workers that exchange in each step"
         )
+        if self.is_free:
+            yield (
+                f"outer.mode free: a round closes {self.free.grace_seconds:g} s after "
+                f"{self.quorum} of {self.learners} learners are done. Promise 1 does not hold: the "
+                "curve depends on who is late. holdfast audit replay RUN --round N computes a "
+                "round again"
+            )
         if not has_snapshots:
             yield (
                 "checkpoint.memory_every_steps is not 1, so a lost worker costs all rounds since "

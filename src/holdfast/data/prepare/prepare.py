@@ -14,11 +14,12 @@ need as much disk as the shards.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -40,6 +41,7 @@ from holdfast.data.prepare.dataset_match import (
     source_places,
 )
 from holdfast.data.prepare.remote_prepare import upload_dataset
+from holdfast.data.prepare.remote_sources import fetch_sources
 from holdfast.data.prepare.stage_recipes import StagePreparation
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import RowDocuments
@@ -58,7 +60,7 @@ from holdfast.data.stages.dedup_split import (
 from holdfast.data.stages.scan_tasks import read_refused, read_scan
 from holdfast.data.stages.task_pool import Pool, Task, TaskPool
 from holdfast.data.stages.text_pieces import cut_text
-from holdfast.data.stages.unit_files import read_result
+from holdfast.data.stages.unit_files import UnitTables, read_result
 from holdfast.data.stages.unit_tasks import SPLITS, read_ends
 from holdfast.data.stream.dataset import (
     MANIFEST,
@@ -225,6 +227,7 @@ class _Preparation:
             rows, choice = self._choose(found)
             self._say_counts(choice)
             known = self._tokenizer(rows, choice)
+            _give_memory_back()
             self._tokenise(pool, raw, choice, known)
         tokenizer = self.folder / WORK_FOLDER / "tokenizer.json"
         for line in self.chat.check(self.plans, self._path, tokenizer):
@@ -277,7 +280,9 @@ class _Preparation:
         self.stages.open_files(self.folder / WORK_FOLDER / "tables", self.say)
         return self.make_pool(self._processes())
 
-    def _choose(self, found: list[DocumentRows]) -> tuple[list[DocumentRows], DocumentChoice]:
+    def _choose(
+        self, found: Sequence[DocumentRows]
+    ) -> tuple[Sequence[DocumentRows], DocumentChoice]:
         """Return the rows of documents as the stages leave them, and those that stay."""
         rows = self.stages.read(self.units, found)
         try:
@@ -301,7 +306,8 @@ class _Preparation:
 
     def _plan(self) -> list[SourcePlan]:
         plans: list[SourcePlan] = []
-        for index, source in enumerate(self.config.sources):
+        sources = fetch_sources(self.config, self.say, self.progress)
+        for index, source in enumerate(sources):
             first = sum(len(p.units) for p in plans)
             given = self.config.tokenizer.place
             plans.append(plan_source(source, index, first, self.chat.format, given))
@@ -327,7 +333,7 @@ class _Preparation:
 
         pool.run([task(u) for u in missing], count)
 
-    def _scan(self, pool: Pool) -> tuple[list[str], list[DocumentRows]]:
+    def _scan(self, pool: Pool) -> tuple[list[str], Sequence[DocumentRows]]:
         limit = self.config.max_document_bytes
         self._run_stage(
             pool,
@@ -343,7 +349,7 @@ class _Preparation:
         )
         self._refuse_bad_files()
         found = [read_scan(self._path("scan", unit)) for unit in self.units]
-        return [raw for raw, _ in found], [rows for _, rows in found]
+        return [raw for raw, _ in found], UnitTables([rows for _, rows in found])
 
     def _refuse_bad_files(self) -> None:
         """Raises DataError that names all files that cannot be read, of all sources. Bad rows of
@@ -388,7 +394,9 @@ class _Preparation:
         for line in self.stages.describe_unmatched(self.plans):
             self.say(line)
 
-    def _tokenizer(self, rows: list[DocumentRows], choice: DocumentChoice) -> vocabulary.Vocabulary:
+    def _tokenizer(
+        self, rows: Sequence[DocumentRows], choice: DocumentChoice
+    ) -> vocabulary.Vocabulary:
         path = self.folder / WORK_FOLDER / "tokenizer.json"
         given = self.config.tokenizer.place
         if given is not None:
@@ -462,8 +470,8 @@ class _Preparation:
 
     def _join(
         self,
-        found: list[DocumentRows],
-        rows: list[DocumentRows],
+        found: Sequence[DocumentRows],
+        rows: Sequence[DocumentRows],
         choice: DocumentChoice,
         known: vocabulary.Vocabulary,
     ) -> None:
@@ -534,7 +542,7 @@ class _Preparation:
 def _source_lineage(
     plans: Sequence[SourcePlan],
     wanted: Sequence[dict[str, Any]],
-    rows: list[DocumentRows],
+    rows: Sequence[DocumentRows],
     choice: DocumentChoice,
 ) -> list[dict[str, Any]]:
     """Return the origin of the tokens: each source with a hash of its documents' hashes and
@@ -559,6 +567,13 @@ def join_errors(problems: list[DataError], rest: Path) -> DataError:
         named.append(f"and {more:,} more, all of them in {rest}")
     text = "\n".join([f"{len(problems):,} files cannot be read:", *named])
     return DataError(text)
+
+
+def _give_memory_back() -> None:
+    """Give memory that is free back to the system. glibc keeps it otherwise, next to the memory of
+    the processes that tokenise."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_whole(path: Path) -> bool:

@@ -23,12 +23,14 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.stage_rules import CODE
 from holdfast.data.filters.chain import chain_of
 from holdfast.data.filters.plain import document_name
+from holdfast.data.filters.shingles import HASHES
 from holdfast.data.prepare.stage_files import FOUND, describe_files, ready_stages
 from holdfast.data.read.files import checksum, write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
 from holdfast.data.stages.dedup_split import DocumentChoice, DocumentRows
 from holdfast.data.stages.near_duplicates import NearDuplicates, find_near_duplicates
 from holdfast.data.stages.scan_tasks import StagedUnit, read_staged
+from holdfast.data.stages.unit_files import UnitTables
 from holdfast.data.stages.unit_tasks import DROP
 from holdfast.data.stream.dataset import REMOVED
 
@@ -89,16 +91,16 @@ class StagePreparation:
             if name in recipe.get("sources", (name,))
         ]
 
-    def read(self, units: Sequence[Unit], raw: list[DocumentRows]) -> list[DocumentRows]:
+    def read(self, units: Sequence[Unit], raw: Sequence[DocumentRows]) -> Sequence[DocumentRows]:
         """Return the rows of the documents as the stages leave them."""
         if not self:
             return raw
         self._units = [read_staged(self._path_of("scan", unit)) for unit in units]
-        return [unit.rows for unit in self._units]
+        return UnitTables([unit.rows for unit in self._units])
 
     def removed(self) -> list[NDArray[np.bool_]]:
         """Return per unit the documents that a stage left out, by themselves."""
-        return [unit.reasons > 0 for unit in self._units]
+        return [unit.reasons() > 0 for unit in self._units]
 
     def leave_out(
         self, kept: Sequence[NDArray[np.bool_]], sources: Sequence[int]
@@ -108,11 +110,11 @@ class StagePreparation:
         recipe = self._recipes[-1] if self else {}
         if recipe.get("kind") != "near_duplicates":
             return out
-        has = [len(unit.signatures) == len(unit.rows) for unit in self._units]
+        has = [unit.values == HASHES * unit.documents for unit in self._units]
         self._near = find_near_duplicates(
-            [unit.rows for unit in self._units],
+            UnitTables([unit.rows for unit in self._units]),
             [mask & own for mask, own in zip(kept, has, strict=True)],
-            [unit.signatures for unit in self._units],
+            UnitTables([unit.signatures for unit in self._units]),
             sources if self._within_source else [0] * len(sources),
             recipe["similarity"],
         )
@@ -186,7 +188,7 @@ class StagePreparation:
         removed, edits = Counter[Rule](), Counter[Rule]()
         for unit in plan.units if self else ():
             staged = self._units[unit.index]
-            times = np.bincount(staged.reasons, minlength=len(staged.names) + 1)[1:]
+            times = np.bincount(staged.reasons(), minlength=len(staged.names) + 1)[1:]
             removed.update(dict(zip(staged.names, times.tolist(), strict=True)))
             edits.update({(stage, what): n for stage, what, n in staged.edits})
             if self._near is not None:
@@ -198,15 +200,16 @@ class StagePreparation:
         self, unit: int, raw: Sequence[DocumentRows], choice: DocumentChoice
     ) -> Iterator[dict[str, Any]]:
         """Yield what `removed.jsonl` says of the documents of a unit, in their order."""
-        staged = self._units[unit]
+        staged, rows = self._units[unit], raw[unit]
+        reasons, scores = staged.reasons(), staged.scores()
         near = self._near.in_unit(unit) if self._near is not None else {}
-        out = (choice.lots[unit] == DROP) & (raw[unit][:, 2] > 0)
+        out = (choice.lots[unit] == DROP) & (rows[:, 2] > 0)
         for place in np.flatnonzero(out).tolist():
-            entry: dict[str, Any] = {"document": _name(raw[unit][place])}
-            if reason := int(staged.reasons[place]):
+            entry: dict[str, Any] = {"document": _name(rows[place])}
+            if reason := int(reasons[place]):
                 stage, rule = staged.names[reason - 1]
                 entry |= {"stage": stage, "kind": self._recipes[stage]["kind"], "rule": rule}
-                if not np.isnan(score := staged.scores[place]):
+                if not np.isnan(score := scores[place]):
                     entry["score"] = float(f"{score:.6g}")
             elif place in near:
                 other, other_place, estimate = near[place]

@@ -26,6 +26,7 @@ from holdfast.data.filters.chain import Chain
 from holdfast.data.filters.language import identify, library_version
 from holdfast.data.filters.plain import document_name, hash_document
 from holdfast.data.filters.shingles import signature
+from holdfast.data.prepare.remote_sources import fetch_sources
 from holdfast.data.prepare.stage_files import ready_stages
 from holdfast.data.prepare.stage_recipes import stage_recipes
 from holdfast.data.read.sources import plan_source, read_unit
@@ -117,6 +118,9 @@ def sample_sources(config: DataConfig, documents: int, examples: int) -> list[So
     with TemporaryDirectory(prefix="holdfast-show-") as folder:
         ready = ready_stages(config, stage_recipes(config), Path(folder), lambda _: None)
         found = []
+        config = config.model_copy(
+            update={"sources": fetch_sources(config, lambda _: None, lambda *_: None)}
+        )
         for index in range(len(config.sources)):
             name, texts = _texts_of(config, index, documents)
             recipes = [(i, r) for i, r in enumerate(ready) if name in r.get("sources", (name,))]

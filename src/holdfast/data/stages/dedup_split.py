@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from holdfast.data.stages.unit_tasks import DROP, TRAIN, VALIDATION
 from holdfast.errors import DataError
 
-PARTITION_DOCUMENTS = 1 << 22
+PARTITION_DOCUMENTS, MAX_PARTITIONS = 1 << 15, 128
+"""Documents whose hashes are compared at a time. A corpus of more than the product of both has
+larger partitions: each partition reads all hashes."""
 
 # [documents, 3]: hash high, hash low, bytes (0: an empty document)
 DocumentRows = NDArray[np.uint64]
@@ -140,7 +142,7 @@ def _first_of_equals(
     of the same group."""
     of_unit = np.asarray(groups, dtype=np.int64)
     total = sum(len(r) for r in rows)
-    partitions = np.uint64(max(1, -(-total // PARTITION_DOCUMENTS)))
+    partitions = np.uint64(min(MAX_PARTITIONS, max(1, -(-total // PARTITION_DOCUMENTS))))
     kept: list[tuple[int, NDArray[np.intp]]] = []
     for partition in range(int(partitions)):
         places = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain as chain_pieces
 from math import nan
@@ -126,38 +126,51 @@ def read_notes(path: Path) -> dict[str, dict[str, tuple[int, str]]]:
     return header.get("notes", {})  # type: ignore[no-any-return]
 
 
-def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
-    """(hash of the bytes read, rows [documents, 3], mapped)."""
+def read_scan(path: Path) -> tuple[str, Callable[[], NDArray[np.uint64]]]:
+    """(hash of the bytes read, what maps the rows [documents, 3])."""
     header, at = read_result(path)
     count = header["documents"] * 3 if "documents" in header else header["size"] // 8
-    return header["raw"], mapped(path, "<u8", at, count).reshape(-1, 3)
+    return header["raw"], lambda: mapped(path, "<u8", at, count).reshape(-1, 3)
 
 
 @dataclass(frozen=True)
 class StagedUnit:
-    """What the stages made of the documents of a unit."""
+    """What the stages made of the documents of a unit. Each table is mapped when it is used."""
 
-    rows: NDArray[np.uint64]  # [documents, 3], of the document as it stays; 0 if it does not
-    reasons: NDArray[np.uint16]  # [documents]: 0, or 1 + the index in `names`
+    path: Path
+    at: int  # begin of the rows in the file
+    documents: int
+    values: int  # of all signatures
     names: tuple[tuple[int, str], ...]  # (stage, rule)
     edits: tuple[tuple[int, str, int], ...]  # (stage, what was changed, how often)
-    scores: NDArray[np.float32]  # [documents]: the number that left it out; nan: none
-    signatures: NDArray[np.uint16]  # [documents, HASHES], or [0, HASHES]
+
+    def rows(self) -> NDArray[np.uint64]:
+        """[documents, 3], of the document as it stays; 0 if it does not"""
+        return mapped(self.path, "<u8", self.at, 3 * self.documents).reshape(-1, 3)
+
+    def reasons(self) -> NDArray[np.uint16]:
+        """[documents]: 0, or 1 + the index in `names`"""
+        return mapped(self.path, "<u2", self.at + 24 * self.documents, self.documents)
+
+    def scores(self) -> NDArray[np.float32]:
+        """[documents]: the number that left it out; nan: none"""
+        return mapped(self.path, "<f4", self.at + 26 * self.documents, self.documents)
+
+    def signatures(self) -> NDArray[np.uint16]:
+        """[documents, HASHES], or [0, HASHES]"""
+        at = self.at + 30 * self.documents
+        return mapped(self.path, "<u2", at, self.values).reshape(-1, HASHES)
 
 
 def read_staged(path: Path) -> StagedUnit:
-    """Return what a scan with stages found, mapped."""
+    """Return what a scan with stages found."""
     header, at = read_result(path)
     count = header["documents"]
-    rows = mapped(path, "<u8", at + 24 * count, 3 * count).reshape(-1, 3)
-    reasons = mapped(path, "<u2", at + 48 * count, count)
-    scores = mapped(path, "<f4", at + 50 * count, count)
-    values = (header["size"] - 54 * count) // 2
     return StagedUnit(
-        rows,
-        reasons,
+        path,
+        at + 24 * count,
+        count,
+        (header["size"] - 54 * count) // 2,
         tuple((stage, rule) for stage, rule in header["reasons"]),
         tuple((stage, what, n) for stage, what, n in header["edits"]),
-        scores,
-        mapped(path, "<u2", at + 54 * count, values).reshape(-1, HASHES),
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,29 @@ def read_result(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def mapped(path: Path, dtype: str, at: int, count: int) -> NDArray[Any]:
-    """Numbers of a file, mapped: they may be more than memory."""
+    """Numbers of a file, mapped: they may be more than memory. The array holds a descriptor."""
     if not count:
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,))
+
+
+class UnitTables(Sequence[NDArray[Any]]):
+    """A table of each unit, mapped when it is asked for. So a corpus may have more units than a
+    process may have files."""
+
+    def __init__(self, tables: Sequence[Callable[[], NDArray[Any]]]):
+        self._tables = tables
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @overload
+    def __getitem__(self, index: int) -> NDArray[Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[NDArray[Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> NDArray[Any] | Sequence[NDArray[Any]]:
+        if isinstance(index, slice):
+            return UnitTables(self._tables[index])
+        return self._tables[index]()

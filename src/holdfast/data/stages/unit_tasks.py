@@ -328,5 +328,5 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
     tokenizer = tokenizer_of(task["tokenizer"])
     scanned = None
     if chain is not None and chain.has_function:
-        scanned = read_staged(Path(task["scan"])).rows
+        scanned = read_staged(Path(task["scan"])).rows()
     tokenise_unit(unit, settings, lots, tokenizer, Path(task["out"]), chain, scanned)

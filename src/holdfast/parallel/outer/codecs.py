@@ -50,10 +50,8 @@ def make_codec(
     shapes, rank: of the tensors of a change, and of their factors, for `powersgd`. Raises
     ValueError for an unknown name."""
     if name == "powersgd":
-        encode, decode = (
-            partial(encode_factors, shapes, rank),
-            partial(decode_factors, shapes, rank),
-        )
+        encode = partial(encode_factors, shapes, rank)
+        decode = partial(decode_factors, shapes, rank)
         return Codec(lambda n: low_rank_bytes(shapes, rank), encode, decode)
     size = partial(payload_bytes, name, share)
     if name == "none":

@@ -1,10 +1,10 @@
 """PowerSGD as a codec of one learner's change: two thin factors for each matrix.
 
-A matrix M [n, m] is sent as P [n, r], with orthonormal columns, and Q = M^T P [m, r] (Vogels et
-al., 2019, algorithm 1). The paper starts from the Q of the step before and adds up P and Q of all
-workers. Here a codec is a function of the change alone, so Q starts from fixed random numbers and
-`ITERATIONS` of the power method take the place of earlier steps. Factors travel in bf16, as does
-whatever is no matrix or would be longer as factors.
+A matrix M [n, m] is sent as P [n, r] and Q = M^T P [m, r] (Vogels et al., 2019, algorithm 1). The
+columns of P are orthonormal. The paper starts from the Q of the step before, and adds up P and Q of
+all workers. Here a codec is a function of the change alone. So Q starts from fixed random numbers,
+and `ITERATIONS` of the power method take the place of earlier steps. Factors travel in bf16. A
+tensor that is no matrix, or is shorter than its factors, travels in bf16 as it is.
 
 The product is added up rank by rank with one multiplication and one addition at a time. So it has
 the same bits on every processor.
@@ -28,7 +28,9 @@ Shape = Sequence[int]
 def encode_factors(shapes: Sequence[Shape], rank: int, values: Tensor) -> Tensor:
     """values: [n] fp32, the tensors of these shapes in order -> [bytes] uint8"""
     parts: list[Tensor] = []
-    for shape, flat in zip(shapes, values.split([prod(shape) for shape in shapes]), strict=True):
+    for shape, flat in zip(
+        shapes, torch.split(values, [prod(shape) for shape in shapes]), strict=True
+    ):
         if not is_factored(shape, rank):
             parts.append(flat)
             continue

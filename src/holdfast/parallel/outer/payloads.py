@@ -7,7 +7,7 @@ done, while the next one computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -24,21 +24,28 @@ class PayloadRound:
     """The payloads of one round.
 
     peers: all ranks; the sends of the round before are over. learners: by rank in `peers`. nbytes:
-    of each payload. Raises PeerLostError.
+    of each payload. before: the round before, whose receives for payloads that were never sent
+    wait for those of this round. Raises PeerLostError.
     """
 
-    def __init__(self, peers: PeerGroup, learners: Sequence[Sequence[int]], nbytes: int) -> None:
+    def __init__(
+        self,
+        peers: PeerGroup,
+        learners: Sequence[Sequence[int]],
+        nbytes: int,
+        before: PayloadRound | None = None,
+    ) -> None:
         self._peers = peers
-        self._receipts: list[Work] = []
-        self._payloads: dict[int, Tensor] = {}
+        self._receipts: dict[int, Work] = {} if before is None else before._receipts
+        self._payloads: dict[int, Tensor] = {} if before is None else before._payloads
         peers.forget_sends()
         try:
             for peer in peers.others:
-                for learner in learners[peer]:
+                for learner in [k for k in learners[peer] if k not in self._receipts]:
                     into = self._payloads[learner] = torch.empty(nbytes, dtype=torch.uint8)
-                    self._receipts.append(peers.receive(into, peer, _FIRST_TAG + learner))
+                    self._receipts[learner] = peers.receive(into, peer, _FIRST_TAG + learner)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_exchanged(error) from error
 
     def send(self, learner: int, payload: Tensor) -> None:
         """Send the payload of a learner of this rank. payload: [nbytes] uint8, in host memory.
@@ -48,12 +55,14 @@ class PayloadRound:
             for peer in self._peers.others:
                 self._peers.send(payload, peer, _FIRST_TAG + learner)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_exchanged(error) from error
 
-    def wait_for_all(self) -> dict[int, Tensor]:
-        """Return the payloads of all learners. Raises PeerLostError."""
-        receive_all(self._peers, self._receipts)
-        return self._payloads
+    def wait_for_all(self, learners: Collection[int] | None = None) -> dict[int, Tensor]:
+        """Return the payloads of these learners, or of all. Raises PeerLostError."""
+        wanted = self._payloads.keys() if learners is None else learners
+        receipts = [self._receipts.pop(k) for k in sorted(wanted) if k in self._receipts]
+        receive_all(self._peers, receipts)
+        return {learner: self._payloads[learner] for learner in wanted}
 
 
 def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
@@ -69,8 +78,9 @@ def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
         try:
             peers.join_wait(wait)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_exchanged(error) from error
 
 
-def _lost(error: RuntimeError) -> PeerLostError:
+def lost_while_exchanged(error: RuntimeError) -> PeerLostError:
+    """Return what the failure of a message between learners means."""
     return PeerLostError(f"a peer was lost while learners were exchanged: {error}")

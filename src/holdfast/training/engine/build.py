@@ -45,6 +45,7 @@ from holdfast.training.engine.checked_learners import CheckedLearners
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
 from holdfast.training.engine.executors import Executor
+from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from holdfast.training.engine.learners import GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
@@ -222,8 +223,12 @@ def _learners(
     inner = ReplicatedGradients(named, boxes, teams, dtype=dtype, bucket_bytes=bucket_bytes)
     if working[0].dtype != dtype:
         working = [torch.zeros_like(master) for master in parameters.master_tensors]
-    kind = CheckedLearners if config.outer.trust.is_on else LearnerExecutor
-    return kind(config, groups, passes, inner, parameters, working, task.user_parts)
+    make: type[LearnerExecutor] = LearnerExecutor
+    if config.outer.is_free:
+        make = FreeLearnerExecutor
+    if config.outer.trust.is_on:
+        make = CheckedLearners
+    return make(config, groups, passes, inner, parameters, working, task.user_parts)
 
 
 def _cells_alone(config: RunConfig, groups: ProcessGroups) -> Cells:

@@ -199,7 +199,7 @@ class CheckedLearners(LearnerExecutor):
             batch = self.fetch(self.step(), learner)
             self._run_round(learner, batch, listener)
             assert self._codec is not None, "a run with checks sends payloads"
-            again = self._encode(learner, self._changes(batch), self._codec)
+            again = self._encode(learner, self._changes(batch.tokens), self._codec)
             is_equal = torch.equal(again, payload)
             is_equal &= hash_words(_row_of(after, 0)) == self._next_claims[learner]
         finally:

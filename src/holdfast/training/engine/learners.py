@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
+from holdfast.core.data.learner_fates import LearnerFate
 from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, learner_shares
 from holdfast.core.sharding.step_resume import Computed
+from holdfast.core.weights import to_units
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.events import Event
 from holdfast.parallel.axes.process_groups import ProcessGroups
@@ -67,11 +69,12 @@ class LearnerExecutor(Executor):
         super().__init__(passes.arguments)
         self._passes, self._inner, self._parameters = passes, inner, parameters
         self._working, self._user, self._train = list(working), user, config.inner_train
-        self._every = config.outer.every_steps
+        self._outer, self._every = config.outer, config.outer.every_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
         self._rule = "" if config.outer.is_sum else config.outer.average
         self._faulty = config.outer.faulty
+        self.fates: Sequence[LearnerFate] = ()
         self.step: Callable[[], int] = lambda: 1
         self.on_progress: Callable[[], None] = lambda: None
         self._groups = groups
@@ -114,9 +117,9 @@ class LearnerExecutor(Executor):
         try:
             self.times.start()
             for learner, batch in share:
-                losses.append(self._run_round(learner, batch, listener))
+                losses.append(self._run_round(learner, batch, listener)[0])
                 self.times.lap("inner")
-                changes = self._changes(batch)
+                changes = self._changes(batch.tokens)
                 if codec is None or exchange is None:
                     self._give(learner, changes, listener)
                     self.times.lap("give")
@@ -158,9 +161,10 @@ class LearnerExecutor(Executor):
         return [result, *(torch.zeros_like(result) for _ in changes[1:])]
 
     @torch.no_grad()
-    def _changes(self, batch: Any) -> list[Tensor]:
-        """What the inner steps have taken off the weights, with the weight of the learner."""
-        weight = 1.0 if self.counts_alike else float(batch.tokens)
+    def _changes(self, tokens: float) -> list[Tensor]:
+        """What the inner steps have taken off the weights, with the weight of the learner. tokens:
+        that it read."""
+        weight = 1.0 if self.counts_alike else float(tokens)
         masters = self._parameters.master_tensors
         return [
             torch.sub(old, new).mul_(weight)
@@ -199,21 +203,29 @@ class LearnerExecutor(Executor):
             part.view(t.shape).to(t.dtype) for part, t in zip(parts, self._working, strict=True)
         ]
 
-    def _run_round(self, learner: int, batch: Any, listener: GradientListener) -> Tensor:
+    def _stops(self, learner: int, steps: int) -> bool:
+        """Return True if a learner begins no further inner step of the round after `steps`."""
+        return False
+
+    def _run_round(
+        self, learner: int, batch: Any, listener: GradientListener
+    ) -> tuple[Tensor, int]:
+        """The inner steps of a learner. Returns the sum of their losses, and how many it did."""
         row = self._own.index(learner)
         self._begin_learner(row)
         size = len(batch.inputs) // self._every
-        total: Tensor | None = None
+        total = torch.zeros((), device=self._working[0].device)
         first = (self.step() - 1) * self._every + 1
-        for number in range(self._every):
-            samples = rows_of(batch, number * size, (number + 1) * size)
-            loss = self._run_inner_step(first + number, samples)
-            total = loss if total is None else total + loss
+        steps = 0
+        while steps < self._every and not self._stops(learner, steps):
+            samples = rows_of(batch, steps * size, (steps + 1) * size)
+            loss = self._run_inner_step(first + steps, samples)
+            steps += 1
+            total = loss if steps == 1 else total + loss
             listener.check()
             self.on_progress()
         self._end_learner(row)
-        assert total is not None
-        return total
+        return total, steps
 
     def _run_inner_step(self, number: int, samples: Any) -> Tensor:
         """Inner step `number` of the run, counted from 1. Returns its sum of losses."""
@@ -270,6 +282,14 @@ class LearnerExecutor(Executor):
     def rate(self, step: int) -> float:
         """See `LearnerStates`."""
         return self._user.learning_rate(self._train, step * self._every)
+
+    def used_units(self, batches: Sequence[Any]) -> int:
+        """See `LearnerStates`."""
+        return sum(to_units(batch.tokens) for batch in batches)
+
+    def divisor(self, tokens: float) -> float:
+        """See `LearnerStates`."""
+        return self._learners if self.counts_alike else tokens or 1
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
+from holdfast.core.data.learner_fates import LearnerFate
 from holdfast.data.stream.loader import StepBatch
 from holdfast.events import Event
 from holdfast.policy.saving.destinations import SaveDestinations
@@ -72,13 +73,22 @@ class Saver(Protocol):
 class LearnerStates(Protocol):
     """What a rank keeps of the learners that it computes; see `training/engine/learners.py`.
 
-    counts_alike: each learner counts once in the average; otherwise by its tokens. on_progress:
-    called after each inner step. times: seconds of the newest round by phase.
+    on_progress: called after each inner step. times: seconds of the newest round by phase. fates:
+    of the round that was computed last, by learner; empty if each learner does all of its round.
     """
 
-    counts_alike: bool
     times: PhaseTimer
     on_progress: Callable[[], None]
+    fates: Sequence[LearnerFate]
+
+    def used_units(self, batches: Sequence[Any]) -> int:
+        """What this rank brings into the update of the round, in units of weight. batches: of its
+        learners."""
+        ...
+
+    def divisor(self, tokens: float) -> float:
+        """What the sum over learners is divided by. tokens: that all of them bring into it."""
+        ...
 
     def rate(self, step: int) -> float:
         """The rate of the last inner step of a round."""

@@ -364,8 +364,9 @@ class TrainingLoop:
         learners = list(self.engine.plan.share(batch.step))
         sent = 0 if self.traffic is None else self.traffic.bytes_by_kind.get(REDUCE, 0)
         times = {} if self.engine.learners is None else self.engine.learners.times.phases
-        seconds = (times.get(phase, 0.0) for phase in ("inner", "codec", "wait"))
-        return OuterRound(self.rank, sha256, learners, sent, *seconds, step=batch.step)
+        inner, codec, wait = (times.get(phase, 0.0) for phase in ("inner", "codec", "wait"))
+        said = learners, sent, inner, codec, wait, self.engine.history.fates_of(batch.step)
+        return OuterRound(self.rank, sha256, *said, step=batch.step)
 
     def _check_replicas(self, step: int) -> None:
         """Compare replicas, which must be bit-equal, before a capture: the state of a rank that

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from holdfast.core.data.learner_fates import LearnerFate
 from holdfast.events import Evaluated
 from holdfast.policy.recovery.step_resolution import StepStage, advance
 from holdfast.training.engine.vote import StepAccount, StepVerdict
@@ -22,7 +24,8 @@ class StepHistory:
     applied_verdicts: the last few steps that it has applied, each with its verdict.
     unreported_step: a step that was applied and that no rank has reported yet. validated_step: the
     newest step up to which this rank knows that every validation was computed; None until it
-    trains. last_validation: the newest one that it has computed itself.
+    trains. last_validation: the newest one that it has computed itself. learner_fates: a round that
+    it has applied, and what became of its learners.
     """
 
     applied_verdicts: deque[tuple[int, StepVerdict]] = field(
@@ -31,6 +34,12 @@ class StepHistory:
     unreported_step: int = 0
     validated_step: int | None = None
     last_validation: Evaluated | None = None
+    learner_fates: tuple[int, Sequence[LearnerFate]] = (0, ())
+
+    def fates_of(self, step: int) -> list[dict[str, Any]]:
+        """Return the ledger of a round, if this process has applied it last."""
+        applied, fates = self.learner_fates
+        return [row.to_json() for row in fates] if applied == step else []
 
 
 @dataclass

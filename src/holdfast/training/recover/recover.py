@@ -266,7 +266,8 @@ class GenerationEntry:
             events += [] if digest is None else [digest]
         if self.config.outer.is_on and (step := found.resolution.step):
             sha256 = digest_of_weights(self.config, session.engine.state())
-            events.append(OuterRound(self.rank, sha256, [], 0, step=step))
+            fates = session.engine.history.fates_of(step)
+            events.append(OuterRound(self.rank, sha256, [], 0, fates=fates, step=step))
         session.engine.history.unreported_step = 0
         self.timer.lap("events")
         return RecoveryResult(

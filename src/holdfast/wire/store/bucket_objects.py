@@ -15,9 +15,11 @@ from obstore.exceptions import BaseError
 
 from holdfast.errors import CorruptError
 from holdfast.wire.store.bucket_errors import is_bucket_missing, translate_error
+from holdfast.wire.store.object_version import ObjectVersion
 from holdfast.wire.store.run_store import AlreadyExistsError, Buffer, MissingKeyError
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 MAX_ATTEMPTS = 4
@@ -128,6 +130,17 @@ class BucketObjects:
             found = obstore.list(self._objects, folder or None, chunk_size=1000).collect()
         return [(entry["path"], entry["size"]) for entry in found]
 
+    def versions(self, folder: str) -> Sequence[ObjectVersion]:
+        """Return everything below the folder with its version, sorted by path."""
+        with self._translate_errors(folder, listing=True):
+            found = obstore.list(self._objects, folder or None, chunk_size=1000).collect()
+        return sorted(map(_version_of, found))
+
+    def version(self, path: str) -> ObjectVersion:
+        """Return the version of an object. Raises MissingKeyError."""
+        with self._translate_errors(path):
+            return _version_of(obstore.head(self._objects, path))
+
     def missing_key_error(self, key: str) -> MissingKeyError:
         return MissingKeyError(f"there is no {key} in {self._where}")
 
@@ -147,6 +160,10 @@ class BucketObjects:
             raise self.missing_key_error(key) from None
         except (BaseError, OSError) as error:
             raise translate_error(error, self._where) from None
+
+
+def _version_of(meta: ObjectMeta) -> ObjectVersion:
+    return ObjectVersion(meta["path"], meta["size"], meta["e_tag"] or str(meta["last_modified"]))
 
 
 def _copy_into(data: memoryview, outs: Iterable[memoryview]) -> None:

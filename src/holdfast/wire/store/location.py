@@ -33,6 +33,7 @@ from urllib.parse import unquote, urlsplit
 from holdfast.borders import Border
 from holdfast.errors import CorruptError, OtherKeyError, StoreError
 from holdfast.wire.store.folder_seal import read_seal
+from holdfast.wire.store.object_version import Objects
 from holdfast.wire.store.run_store import (
     AlreadyExistsError,
     FolderStore,
@@ -129,6 +130,14 @@ def open_store(location: str | Path) -> RunStore:
     from holdfast.wire.store.bucket import BucketStore
 
     return _wrap_encrypted(bucket, BucketStore(_object_store(bucket), bucket.where))
+
+
+def open_objects(bucket: BucketLocation) -> Objects:
+    """Return the objects of a bucket that other programs have written. Raises StoreError."""
+    _require_package("obstore", "bucket", bucket.where)
+    from holdfast.wire.store.bucket_objects import BucketObjects
+
+    return BucketObjects(_object_store(bucket), bucket.where)
 
 
 def _require_package(package: str, extra: str, where: str) -> None:

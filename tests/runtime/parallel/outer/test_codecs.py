@@ -56,7 +56,7 @@ def test_two_bits_keep_seven_eighths_of_a_normal_block() -> None:
 
 
 def test_powersgd_sends_thin_factors_of_each_matrix() -> None:
-    """Of a matrix whose singular values fall, the error is that of the best factors of that rank."""
+    """Of a matrix whose singular values fall, the error is that of the best factors."""
     rank, shapes = 4, ((60, 80), (33,), (3, 5), (30, 4, 10))
     generator = torch.Generator().manual_seed(6)
     left, right = (torch.randn(n, 40, generator=generator) for n in (60, 80))
