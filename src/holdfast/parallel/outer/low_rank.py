@@ -28,9 +28,8 @@ Shape = Sequence[int]
 def encode_factors(shapes: Sequence[Shape], rank: int, values: Tensor) -> Tensor:
     """values: [n] fp32, the tensors of these shapes in order -> [bytes] uint8"""
     parts: list[Tensor] = []
-    for shape, flat in zip(
-        shapes, torch.split(values, [prod(shape) for shape in shapes]), strict=True
-    ):
+    flats = torch.split(values, [prod(shape) for shape in shapes])
+    for shape, flat in zip(shapes, flats, strict=True):
         if not is_factored(shape, rank):
             parts.append(flat)
             continue
