@@ -20,6 +20,7 @@ from holdfast.events import (
     OuterRound,
     Record,
     RunBranched,
+    ServerUpdates,
     StepDone,
     WeightsDigest,
     WorkerReady,
@@ -60,6 +61,7 @@ class PublicRecord:
     """round of outer.mode free -> its ledger, as its ranks have it"""
     topologies: dict[int, Topology] = field(default_factory=dict)  # by generation
     processors: dict[int, set[str]] = field(default_factory=dict)  # by generation
+    updates: dict[int, ServerUpdates] = field(default_factory=dict)  # by step
     threads: dict[int, int] = field(default_factory=dict)  # by generation
     devices: dict[int, str] = field(default_factory=dict)  # by generation: its type
 
@@ -130,6 +132,8 @@ def _note(found: PublicRecord, record: Record) -> None:
     match event:
         case StepDone():
             found.done[event.step] = generation, event
+        case ServerUpdates():
+            found.updates[event.step] = event
         case WeightsDigest():
             found.digests.setdefault(event.step, {})[generation, event.rank] = event.sha256
         case OuterRound():

@@ -26,6 +26,7 @@ from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
 from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
+    ADAPTATION_ROW,
     ERROR_PREFIX,
     REFUSED_ROW,
     STATE_DTYPE,
@@ -140,6 +141,8 @@ def run_state_table(config: RunConfig) -> StateTable:
         rows += learner_rows(kept, config.outer.learners)
         if config.outer.trust.is_on:
             rows += (TensorSpec(REFUSED_ROW, "I64", (config.outer.learners,)),)
+    if config.server.is_on:
+        rows += (ADAPTATION_ROW,)
     if config.layout.keeps_velocity:
         rows += velocity_rows(parameters)
     return rows + lagged_policy_rows(parameters, config.rollout.lag if config.rollout.is_on else 0)

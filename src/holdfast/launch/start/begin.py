@@ -135,6 +135,7 @@ def _describe_run(start: Start, data: RunData) -> None:
     size, devices = describe_microbatch(loaded), describe_devices(loaded)
     bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
     bits += loaded.config.outer.notices(loaded.config.checkpoint.memory_every_steps == 1)
+    bits += loaded.config.server.notices()
     lines = [*find_without_effect(loaded), *size, *data.use, *origin, *lora, *devices, *bits]
     if begins:
         lines = [f"a new run in {where_of_run(folder.resolve())}", *lines]

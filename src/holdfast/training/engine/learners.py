@@ -56,6 +56,8 @@ class LearnerExecutor(Executor):
     round that is open. Its `commit` and `state` are those of `LearnerStates`.
     """
 
+    applies_update = False
+
     def __init__(
         self,
         config: RunConfig,
@@ -307,7 +309,7 @@ class LearnerExecutor(Executor):
                 state.zero_()
 
     def events(self) -> list[Event]:
-        """See `LearnerStates`."""
+        """See `LearnerStates`: the loop tells of rounds."""
         return []
 
     def state(self) -> list[LocalTensor]:

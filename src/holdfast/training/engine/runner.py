@@ -341,6 +341,9 @@ class TrainingLoop:
             for event in () if self.engine.learners is None else self.engine.learners.events():
                 self.reporter.emit(event)
             watch.lap("digest")
+        if self.config.server.is_on and self.engine.learners is not None and self.rank == 0:
+            for event in self.engine.learners.events():
+                self.reporter.emit(event)
         # Report the spans of the steps that the run file asks for.
         if self.recorder is not None and self.config.layout.is_traced(step):
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
