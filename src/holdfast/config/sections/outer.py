@@ -49,10 +49,13 @@ class OuterOptimizerConfig(Section):
 class OuterCodecConfig(Section):
     """How the change of a learner's weights is coded for its way to the other workers."""
 
-    name: Never[Literal["none", "bf16", "int8", "int4", "int2", "topk", "powersgd"]] = "none"
+    name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk", "powersgd"]] = (
+        "none"
+    )
     """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. int2: with two
     magnitudes. topk: the largest values of each 4,096. powersgd: two thin factors of each matrix. A
-    coded change goes to each worker"""
+    coded change goes to each worker. auto: a start measures none, bf16, int8 and int4 and keeps the
+    one with the shortest round by cluster.sites"""
     rank: Never[int] = Field(4, ge=1, le=1024, description="powersgd: columns of a factor")
     share: Never[float] = Field(
         0.01, gt=0, le=1, description="topk: part of the values that is sent"
