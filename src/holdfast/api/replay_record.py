@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.config.run import RunConfig
 from holdfast.core.data.data_ledger import LedgerEntry
-from holdfast.core.data.learner_fates import LearnerFate
+from holdfast.core.data.learner_fates import LearnerFate, read_fates
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.protocol.generation_record import record_of
@@ -139,10 +139,9 @@ def _note(found: PublicRecord, record: Record) -> None:
         case OuterRound():
             found.rounds.setdefault(event.step, set()).add(event.sha256)
             found.digested.add(event.step)
-            with suppress(KeyError, TypeError, ValueError):
-                rows = [LearnerFate.from_json(row) for row in event.fates]
-                if rows and rows not in (told := found.fates.setdefault(event.step, [])):
-                    told.append(rows)
+            rows = read_fates(event.fates)
+            if rows and rows not in (told := found.fates.setdefault(event.step, [])):
+                told.append(rows)
         case GenerationStarted():
             with suppress(KeyError, TypeError, ValueError):
                 found.topologies[generation] = Topology.from_json(event.topology)
