@@ -13,6 +13,7 @@ from array import array
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import yaml
 from xxhash import xxh3_128
@@ -155,9 +156,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         path, place = dataset.source_paths[index], dataset.source_places[index]
         if source.path == path or (place is not None and _real_place(source) == place):
             continue
-        if is_address(source.path or "") and _without_options(source.path) == _without_options(
-            path
-        ):
+        if is_address(source.path or "") and _bucket(source.path) == _bucket(path):
             continue  # only how the address is reached differs
         chat = read_chat_format(config)
         if not _holds_the_same(dataset, config, index, chat):
@@ -169,8 +168,10 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
             )
 
 
-def _without_options(address: str | None) -> str:
-    return (address or "").partition("?")[0]
+def _bucket(address: str | None) -> tuple[str, list[str]]:
+    """Return an address without its options, and the endpoint, which is another service's."""
+    where, _, options = (address or "").partition("?")
+    return where, parse_qs(options).get("endpoint", [])
 
 
 def _check_stages_match(dataset: Dataset, wanted: dict[str, Any]) -> None:
