@@ -281,6 +281,26 @@ class OuterRound(
     fates: list[dict[str, Any]] = field(default_factory=list)
 
 
+class ServerUpdates(Event, kind="server_updates"):
+    """The updates of step `step` of a run with `server`. One rank writes them."""
+
+    is_synchronous: bool
+    width: int  # microbatches of a synchronous update
+    # By server, in the order in which it applied them: [number of the update in the run, worker,
+    # microbatch, updates that its weights lacked, tokens].
+    updates: list[list[list[int]]]
+    straggling: float  # time that lockstep would lose, as a part of the computation
+
+
+class UpdatesAdapted(Event, kind="updates_adapted"):
+    """From the next step on, a run with `server` makes other updates."""
+
+    is_synchronous: bool
+    width: int  # microbatches of a synchronous update
+    straggling: float  # of this step
+    noise_scale: float  # B_simple, in samples; 0: not known
+
+
 class StepTraced(Event, kind="step_traced"):
     """What a rank did in a step: [track, name, start, stop], seconds of its node's steady clock."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.data.learner_fates import LearnerFate, count_fates
+from holdfast.core.data.lineage import split_effective
 from holdfast.events import OuterRound, Record, WorkerLost
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -74,10 +75,9 @@ def _is_round(record: Record, number: int) -> bool:
 
 
 def _ledgers(folder: Path) -> dict[int, list[LearnerFate]]:
-    """The ledger of each round. All ranks that wrote one wrote the same, but for rounds that began
-    again after a loss."""
+    """The ledger of each round that counts."""
     found: dict[int, list[LearnerFate]] = {}
-    for record in read_journal(FolderStore(folder)):
+    for record in split_effective(read_journal(FolderStore(folder)))[0]:
         event = record.event
         if isinstance(event, OuterRound) and event.fates:
             found[event.step] = [LearnerFate.from_json(row) for row in event.fates]
@@ -114,6 +114,8 @@ def test_a_round_closes_without_slow_and_lost_workers_and_is_computed_again(
     fates = _check(folder)
     assert fates["used"] > 0
     assert fates["dropped"] + fates["not_computed"] > 0, "a round closed without the slow one"
+    said = json.loads(within("report", folder, "--json").succeeds().out)
+    assert said["outer"] == {"mode": "free", "tokens_by_fate": dict(fates)}
     _edit(folder, 6)
     found = within("audit", "replay", folder, "--round", "9")
     assert found.code == 1

@@ -24,7 +24,7 @@ from holdfast.events import GenerationStarted, OuterRound, Record, WorkerLost, W
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
-from tests.support.commands import Outcome, start, within
+from tests.support.commands import Outcome, apart, start, within
 from tests.support.followed_run import FollowedRun
 
 ROUNDS, LEARNERS, INNER_STEPS, BATCH = 20, 3, 8, 6
@@ -85,6 +85,22 @@ def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
     assert none["sent_bytes"] == max(to_each)
     assert 0 < plan["inner_step_s"] < 60
     assert all(cost["leaving_bytes"] < none["leaving_bytes"] for cost in coded)
+
+
+def test_the_codec_of_auto_is_the_fastest_at_the_start_and_then_fixed(
+    run_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "auto"
+    words = (f"folder={folder}", *SETTINGS, "layout.workers=2", "outer.codec.name=auto")
+    refused = within("plan", run_file, *words)
+    assert refused.code == 2
+    words = (*words, "train.schedule.steps=9")
+    for steps, mbit_s in ((1, 1), (2, 10**6)):
+        sites = f"cluster.sites=[{{name: a, mbit_s: {mbit_s}}}, {{name: b, mbit_s: {mbit_s}}}]"
+        run = apart("train", run_file, *words, f"train.steps={steps}", sites).succeeds()
+        assert "outer.codec.name is int4" in run.err + run.out
+        resolved = json.loads((folder / "resolved.json").read_text())
+        assert resolved["config"]["outer"]["codec"]["name"] == "int4"
 
 
 SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))

@@ -21,7 +21,7 @@ from tests.support.commands import apart, start, within, write_run_file
 from tests.support.followed_run import FollowedRun
 from tests.support.ranks import DEADLINE_S
 
-STEPS, KILL, LEAVE = 40, 8, 16
+STEPS, KILL, LEAVE = 30, 4, 8
 SETTINGS = (
     f"train.steps={STEPS}",
     "train.batch_size=6",

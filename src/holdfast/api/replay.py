@@ -40,6 +40,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.core.format.manifest import Commit
 from holdfast.data.order.audit import audit_records
 from holdfast.errors import CorruptError, DataError, HoldfastError, RunFolderError, UserError
+from holdfast.events import ServerUpdates
 from holdfast.launch.run.runs import Run
 from holdfast.layout import Layout, Topology, place_replicas
 from holdfast.wire.store.run_location import store_of_run
@@ -135,6 +136,7 @@ class _Job:
     digests: Mapping[int, Mapping[tuple[int, int], str]]  # as `PublicRecord.digests`
     commits: Mapping[int, str]
     device: str
+    updates: Mapping[int, ServerUpdates]  # as `PublicRecord.updates`
     vector_units: str  # that torch is asked for; "": it chooses
     rounds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """round -> inner steps of each learner that its ledger has; none in mode fixed"""
@@ -211,7 +213,8 @@ def _job(
     where = dataset or run.dataset_location
     return _Job(
         *(run.folder, run.config, where, stretch, layout, record.skips, threads),
-        *(record.topologies, record.digests, record.commits, device, vector_units),
+        *(record.topologies, record.digests, record.commits, device, record.updates),
+        vector_units,
         {step: tuple(row.steps for row in told[0]) for step, told in record.fates.items()},
     )
 
@@ -342,6 +345,7 @@ def _open_session(job: _Job, rank: int) -> TrainingSession:
     from holdfast.tasks.choose import open_task
     from holdfast.training.engine.build import build_engine, connect_settings, make_session
     from holdfast.training.engine.free_learners import FreeLearnerExecutor
+    from holdfast.training.engine.server_steps import ServerExecutor
 
     config, device = job.config, torch.device(device_kind(job.device).device(rank))
     select_device(device)
@@ -355,6 +359,8 @@ def _open_session(job: _Job, rank: int) -> TrainingSession:
     groups = connect(settings, topology, rank)
     dealer = dealer_of(topology, config.layout.schedule)
     engine = build_engine(config, groups, device, dealer=dealer, task=task)
+    if isinstance(engine.learners, ServerExecutor):
+        engine.learners.recorded = job.updates
     if isinstance(engine.learners, FreeLearnerExecutor):
         engine.learners.recorded = job.rounds
     return make_session(config, engine, batches, device, task)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoint.restore.catalog import step_of
 from holdfast.config.run import RunConfig
 from holdfast.core.data.data_ledger import LedgerEntry
-from holdfast.core.data.learner_fates import LearnerFate
+from holdfast.core.data.learner_fates import LearnerFate, read_fates
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.data.skips import Skips
 from holdfast.elastic.protocol.generation_record import record_of
@@ -20,6 +20,7 @@ from holdfast.events import (
     OuterRound,
     Record,
     RunBranched,
+    ServerUpdates,
     StepDone,
     WeightsDigest,
     WorkerReady,
@@ -60,6 +61,7 @@ class PublicRecord:
     """round of outer.mode free -> its ledger, as its ranks have it"""
     topologies: dict[int, Topology] = field(default_factory=dict)  # by generation
     processors: dict[int, set[str]] = field(default_factory=dict)  # by generation
+    updates: dict[int, ServerUpdates] = field(default_factory=dict)  # by step
     threads: dict[int, int] = field(default_factory=dict)  # by generation
     devices: dict[int, str] = field(default_factory=dict)  # by generation: its type
 
@@ -130,15 +132,16 @@ def _note(found: PublicRecord, record: Record) -> None:
     match event:
         case StepDone():
             found.done[event.step] = generation, event
+        case ServerUpdates():
+            found.updates[event.step] = event
         case WeightsDigest():
             found.digests.setdefault(event.step, {})[generation, event.rank] = event.sha256
         case OuterRound():
             found.rounds.setdefault(event.step, set()).add(event.sha256)
             found.digested.add(event.step)
-            with suppress(KeyError, TypeError, ValueError):
-                rows = [LearnerFate.from_json(row) for row in event.fates]
-                if rows and rows not in (told := found.fates.setdefault(event.step, [])):
-                    told.append(rows)
+            rows = read_fates(event.fates)
+            if rows and rows not in (told := found.fates.setdefault(event.step, [])):
+                told.append(rows)
         case GenerationStarted():
             with suppress(KeyError, TypeError, ValueError):
                 found.topologies[generation] = Topology.from_json(event.topology)

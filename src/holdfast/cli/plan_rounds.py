@@ -10,11 +10,11 @@ from shlex import join
 from holdfast.api.start import SCREEN
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError
-from holdfast.launch.run.rounds import AUTO_CODECS, codec_choices, model_of, sites_of
+from holdfast.launch.run.rounds import AUTO, AUTO_CODECS, codec_choices, model_of, sites_of
 from holdfast.launch.start.data import with_prepared_vocabulary
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.auto.machines import machines_of
-from holdfast.plan.cost.rounds import CodecChoice, RoundCost, RoundModel, best_round
+from holdfast.plan.cost.rounds import CodecChoice, RoundCost, RoundModel, best_round, fastest
 from holdfast.report.formatting import (
     format_bytes,
     format_count,
@@ -74,7 +74,11 @@ def print_rounds(request: RoundRequest, command: Sequence[str], *, json: bool) -
     """Print the rounds by codec, and the fewest inner steps that reach `COMPUTE_SHARE`. command:
     that starts the run."""
     outer, model = request.loaded.config.outer, request.model
-    may = [c for c in request.codecs if c.name in (*AUTO_CODECS, outer.codec.name)]
+    usual = [codec for codec in request.codecs if codec.name in AUTO_CODECS]
+    chosen: str = outer.codec.name
+    if chosen == AUTO:
+        chosen = fastest(model, outer.every_steps, usual).codec
+    may = [codec for codec in request.codecs if codec in usual or codec.name == chosen]
     best, _ = best_round(model, may, COMPUTE_SHARE)
     _, reached = best_round(model, request.codecs, COMPUTE_SHARE)
     if json:
@@ -85,7 +89,7 @@ def print_rounds(request: RoundRequest, command: Sequence[str], *, json: bool) -
                 "sites": [asdict(site) for site in model.sites],
                 "inner_step_s": model.inner_s,
                 "source": request.source,
-                "rounds": [_as_json(cost, outer.codec.name) for cost in request.costs],
+                "rounds": [_as_json(cost, chosen) for cost in request.costs],
                 "least_steps": {name: _as_json(cost, "") for name, cost in reached.items()},
                 "best": None if best is None else _as_json(best, ""),
             }
@@ -116,7 +120,7 @@ def print_rounds(request: RoundRequest, command: Sequence[str], *, json: bool) -
             format_bytes(cost.leaving_bytes),
             "?" if cost.usd is None else f"{cost.usd:,.4f}",
             format_count(reached[cost.codec].every_steps) if cost.codec in reached else "none",
-            "<- outer.codec.name" if cost.codec == outer.codec.name else "",
+            f"<- outer.codec.name {outer.codec.name}" if cost.codec == chosen else "",
         )
         for cost in request.costs
     ]

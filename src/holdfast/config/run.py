@@ -37,6 +37,7 @@ from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.config.sections.run_place import is_bucket, local_run_folder
+from holdfast.config.sections.server import ParameterServerConfig
 from holdfast.config.sections.task import SCRIPT_TASK, TaskConfig
 from holdfast.config.sections.train import ScheduleConfig, TrainConfig
 from holdfast.options.registry import used_option_keys
@@ -68,6 +69,7 @@ class RunConfig(Section):
     objective: Branch[ObjectiveConfig] = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
     outer: Never[OuterConfig] = OuterConfig()
+    server: Never[ParameterServerConfig] = ParameterServerConfig()
     layout: InPlace[LayoutConfig] = LayoutConfig()
     plan: InPlace[PlanConfig] = PlanConfig()
     checkpoint: InPlace[CheckpointConfig] = CheckpointConfig()
@@ -129,6 +131,7 @@ class RunConfig(Section):
             )
         yield from self._broken_rules_of_rollout()
         yield from self._broken_rules_of_outer()
+        yield from self._broken_rules_of_server()
         yield explain_no_architecture(self.model) or ""
         if self.checkpoint.seal and is_bucket(self.folder):
             yield (
@@ -257,17 +260,10 @@ class RunConfig(Section):
 
     def _broken_rules_of_outer(self) -> Iterator[str]:
         """Those of a run whose learners train apart."""
-        outer, train, layout = self.outer, self.train, self.layout
+        outer, train = self.outer, self.train
         if not outer.is_on:
             return
         key = f"outer.learners {outer.learners}"
-        for where, degrees in layout.kinds:
-            for axis in ("pp", "dp_shard", "cp", "tp"):
-                if (degree := getattr(degrees, axis)) > 1:
-                    yield (
-                        f"{key} puts complete learners on a worker, and {where}.{axis} {degree} "
-                        f"cuts the model: use {where}.{axis} 1"
-                    )
         if train.batch_size % outer.learners:
             best = max(1, round(train.batch_size / outer.learners)) * outer.learners
             yield (
@@ -280,6 +276,41 @@ class RunConfig(Section):
                 f"train.microbatch_size {train.microbatch_size} does not divide the {share} "
                 f"samples of a learner's inner step: use train.microbatch_size {share}"
             )
+        yield from self._refuse_unbuilt(key, "outer.learners 0")
+
+    def _broken_rules_of_server(self) -> Iterator[str]:
+        """Those of a run whose weights are updated by servers."""
+        server, train = self.server, self.train
+        if not server.is_on:
+            return
+        key = f"server.mode {server.mode}"
+        if self.outer.is_on:
+            yield (
+                f"{key} updates the weights of a run, and outer.learners {self.outer.learners} "
+                "train apart: use server.mode none, or outer.learners 0"
+            )
+        size = train.microbatch_size
+        for name in ("update_microbatches", "max_update_microbatches"):
+            samples = size * getattr(server, name)
+            if samples and train.batch_size % samples and server.mode != "bounded_stale":
+                best = max(1, round(train.batch_size / samples)) * samples
+                yield (
+                    f"server.{name} {getattr(server, name)} of train.microbatch_size {size} do "
+                    f"not divide train.batch_size {train.batch_size}, the samples of a step: use "
+                    f"train.batch_size {best}"
+                )
+        yield from self._refuse_unbuilt(key, "server.mode none")
+
+    def _refuse_unbuilt(self, key: str, remedy_of_key: str) -> Iterator[str]:
+        """Yield what learners and servers have not been built for."""
+        layout, train = self.layout, self.train
+        for where, degrees in layout.kinds:
+            for axis in ("pp", "dp_shard", "cp", "tp"):
+                if (degree := getattr(degrees, axis)) > 1:
+                    yield (
+                        f"{key} needs all of a model on a worker, and {where}.{axis} {degree} "
+                        f"cuts the model: use {where}.{axis} 1"
+                    )
         experts, memory = self.model.experts, train.memory
         moved = next((k for k in MOVABLE if getattr(memory, k) != DEVICE), "")
         for is_other, what, remedy in (
@@ -308,7 +339,19 @@ class RunConfig(Section):
             (self.cluster.loss_jumps == "roll_back", "cluster.loss_jumps roll_back", "use another"),
         ):
             if is_other:
-                yield f"{key} has not been built for {what}: {remedy}, or outer.learners 0"
+                yield f"{key} has not been built for {what}: {remedy}, or {remedy_of_key}"
+
+    @property
+    def computes_apart(self) -> bool:
+        """Whether a step has updates of its own on weights that are not the run's."""
+        return self.outer.is_on or self.server.is_on
+
+    @property
+    def apart_key(self) -> str:
+        """The key that lets a step have updates of its own, with its value; "" if none does."""
+        if self.server.is_on:
+            return f"server.mode {self.server.mode}"
+        return f"outer.learners {self.outer.learners}" if self.outer.is_on else ""
 
     @property
     def step_train(self) -> TrainConfig:

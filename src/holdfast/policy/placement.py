@@ -157,7 +157,7 @@ class _PlacementSolver:
     def _nearness(self, owner: str, name: str, leaving: Sequence[str]) -> tuple[int, int]:
         mine, machine = self.machines[owner], self.machines[name]
         others = (self.machines[h] for h in self.holders[owner] if h not in leaving)
-        return _shared_risk(mine, machine), sum(_shared_risk(h, machine) for h in others)
+        return shared_risk(mine, machine), sum(shared_risk(h, machine) for h in others)
 
     def _move_one_copy_off(self, full: str) -> bool:
         """Move one copy off a machine; whether there was one to move."""
@@ -196,8 +196,9 @@ class _PlacementSolver:
                 yield f"{owner} and its copy on {name} share the {which}"
 
 
-def _shared_risk(one: Machine, other: Machine) -> int:
-    """Sharing one domain is worse than sharing all that are listed after it together."""
+def shared_risk(one: Machine, other: Machine) -> int:
+    """Return how much two machines fail together, and how near they are: sharing one domain counts
+    more than sharing all that are listed after it."""
     return sum(_DOMAIN_RISK[kind] for kind in shared_domains(one, other))
 
 

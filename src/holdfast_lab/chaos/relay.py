@@ -25,6 +25,7 @@ from dataclasses import dataclass
 _ALL_PROTOCOLS = 3  # ETH_P_ALL
 _PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
 _MAX_PACKET_BYTES = 1 << 17
+_RECEIVE_BUFFER_FORCE, _RECEIVE_BUFFER_BYTES = 33, 1 << 26  # SO_RCVBUFFORCE
 _MAX_QUEUED_PACKETS = 4096  # packets in one direction: what more comes is dropped, as by any line
 
 
@@ -33,6 +34,9 @@ def open_packet_socket(device: str) -> socket.socket:
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     opened.setsockopt(_PACKET, _VNET_HEADER, 1)
     opened.setsockopt(_PACKET, _IGNORE_OUTGOING, 1)
+    for option in (socket.SO_RCVBUF, _RECEIVE_BUFFER_FORCE):  # a burst is no loss of the line
+        with suppress(OSError):  # the second one is for root alone
+            opened.setsockopt(socket.SOL_SOCKET, option, _RECEIVE_BUFFER_BYTES)
     opened.bind((device, _ALL_PROTOCOLS))
     opened.setblocking(False)
     return opened

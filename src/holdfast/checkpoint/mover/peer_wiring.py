@@ -55,6 +55,7 @@ class PeerWiring:
             lambda: newest_generation(store),
             lambda name, reason: service.save_tracker.emit(PeerFailed(name, reason)),
             run,
+            settings.machine,
         )
         service.commit_protocol.set_leader_access(secret, run, service.steps_being_written)
         on_report = service.commit_protocol.on_follower_report

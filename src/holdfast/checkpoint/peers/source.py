@@ -8,7 +8,7 @@ added to the peer's list afterwards. The reader checks the bytes, as those of ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from holdfast.core.json_parsing import JsonMessage
 from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
+from holdfast.policy.placement import Machine, shared_risk
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError, ReadPreference
 
@@ -158,10 +159,13 @@ class PeerMemories:
         current_generation: Callable[[], int],
         on_unreachable: Callable[[str, str], None] = lambda name, reason: None,
         run_id: str = "",
+        own: Machine | None = None,
     ) -> None:
-        """`silent(name, reason)` is called for each peer that does not answer."""
+        """`silent(name, reason)` is called for each peer that does not answer. own: the machine of
+        this mover, which reads from the nearest peer that has a blob."""
         self._configured_peers, self._secret, self._run_id = tuple(peers), secret, run_id
-        self._peers = self._configured_peers
+        self._own = own
+        self._peers = self._nearest_first(self._configured_peers)
         self._current_generation, self._on_unreachable = current_generation, on_unreachable
         self._peers_asked: frozenset[Peer] = frozenset()
         self._inventory_lock = threading.Lock()
@@ -171,7 +175,13 @@ class PeerMemories:
         """Use these peers from now on, in addition to those that the run file names. Peers not
         listed are no longer waited for."""
         named = {peer.name: peer for peer in (*self._configured_peers, *peers)}
-        self._peers = tuple(named.values())
+        self._peers = self._nearest_first(named.values())
+
+    def _nearest_first(self, peers: Iterable[Peer]) -> tuple[Peer, ...]:
+        own = self._own
+        if own is None:
+            return tuple(peers)
+        return tuple(sorted(peers, key=lambda peer: -shared_risk(own, peer.machine)))
 
     def inventory(self) -> list[InventoryEntry]:
         with self._inventory_lock:

@@ -71,6 +71,10 @@ LATER_KEYS = frozenset(
         "outer.codec": ("error_feedback", "name", "share"),
         "outer.free": ("grace_seconds", "late", "quorum"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
+        "server": (
+            *("max_update_microbatches", "mode", "noise_decay", "rate_scaling", "staleness"),
+            *("straggling", "update_microbatches"),
+        ),
         "rollout": (
             *("count", "filter", "lag", "max_tokens", "prompts", "redraws", "rewards"),
             *("samples", "source_column", "temperature", "top_p", "version"),

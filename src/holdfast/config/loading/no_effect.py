@@ -295,6 +295,20 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
             *((f"outer.free.{n}", not outer.is_free, "outer.mode fixed") for n in free),
             ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
         ]
+    server = config.server
+    rules += [
+        (f"server.{name}", not has_effect, f"server.mode {server.mode}")
+        for name, has_effect in (
+            ("update_microbatches", server.is_on),
+            ("staleness", server.may_be_stale),
+            ("rate_scaling", server.may_be_stale or server.grows),
+            ("max_update_microbatches", server.mode == "synchronous"),
+            ("noise_decay", server.mode == "synchronous"),
+            ("straggling", server.mode == "switching"),
+        )
+    ]
+    if server.mode == "synchronous" and not server.grows:
+        rules.append(("server.noise_decay", True, "server.max_update_microbatches 0"))
     rules.append(("train.profile.ranks", not config.train.profile.steps, "no train.profile.steps"))
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))

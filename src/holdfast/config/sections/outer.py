@@ -48,9 +48,11 @@ class OuterOptimizerConfig(Section):
 class OuterCodecConfig(Section):
     """How the change of a learner's weights is coded for its way to the other workers."""
 
-    name: Never[Literal["none", "bf16", "int8", "int4", "int2", "topk"]] = "none"
+    name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk"]] = "none"
     """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. int2: with two
-    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker"""
+    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker. auto: a
+    start measures none, bf16, int8 and int4 and keeps the one with the shortest round by
+    cluster.sites"""
     share: Never[float] = Field(
         0.01, gt=0, le=1, description="topk: part of the values that is sent"
     )

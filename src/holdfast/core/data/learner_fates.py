@@ -53,6 +53,14 @@ class LearnerFate:
         )
 
 
+def read_fates(values: Iterable[Mapping[str, Any]]) -> list[LearnerFate]:
+    """Return the ledger of `events.OuterRound`; nothing if one of its values is no row."""
+    try:
+        return [LearnerFate.from_json(value) for value in values]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
 @dataclass(frozen=True)
 class LearnerProgress:
     """How far a learner came in a round. What travels between ranks."""

@@ -26,6 +26,7 @@ from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
 from holdfast.core.sharding.reduction_cells import Cell, GradientRow, cells_of_rows, decoder_rows
 from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
+    ADAPTATION_ROW,
     ERROR_PREFIX,
     STATE_DTYPE,
     StateTable,
@@ -137,6 +138,8 @@ def run_state_table(config: RunConfig) -> StateTable:
         if config.outer.codec.keeps_error:
             kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
+    if config.server.is_on:
+        rows += (ADAPTATION_ROW,)
     if config.layout.keeps_velocity:
         rows += velocity_rows(parameters)
     return rows + lagged_policy_rows(parameters, config.rollout.lag if config.rollout.is_on else 0)

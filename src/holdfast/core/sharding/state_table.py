@@ -121,6 +121,10 @@ StateTable = tuple[TensorSpec, ...]
 LOSS_SCALE_ROW = TensorSpec("optimizer.loss_scale", "I64", (2,))
 """The state of fp16's loss scaling (`training/engine/loss_scale.py`); complete on every rank."""
 
+ADAPTATION_ROW = TensorSpec("server.adaptation", "F64", (5,))
+"""What the next step of a run with `server` is computed with
+(`policy/server_updates.py`); complete on every rank."""
+
 
 def state_table(
     model: ModelConfig, precision: str = "fp32", optimizer: OptimizerConfig | None = None

@@ -32,6 +32,7 @@ def describe_use(
         _describe_passes(batches, train.steps),
         *_describe_mix(batches, train.steps),
         *_too_many_passes(batches, train),
+        *_larger_than_the_data(batches, train),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
         *_describe_cache(dataset),
@@ -99,7 +100,8 @@ def _describe_passes(batches: Batches, steps: int) -> str:
     last = batches.schedule.position(steps + 1)
     order = batches.order
     passes = [order.count_before(source, last) / size for source, size in enumerate(order.sizes)]
-    what = f"{steps:,} steps of {batches.sequence_length:,} tokens a sample: {last:,} samples"
+    word = "step" if steps == 1 else "steps"
+    what = f"{steps:,} {word} of {batches.sequence_length:,} tokens a sample: {last:,} samples"
     names = batches.dataset.source_names
     if len(names) == 1:
         return f"{what}, {passes_text(passes[0])} over the data ({order.sizes[0]:,} samples)"
@@ -133,6 +135,16 @@ def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:
         f"the dataset has {has:,} tokens, and the run trains on {last * batches.sequence_length:,}"
         f": it repeats them; add text, or use train.steps={fewer}"
     )
+
+
+def _larger_than_the_data(batches: Batches, train: TrainConfig) -> Iterator[str]:
+    """A line for a step that takes more samples than there are."""
+    samples = sum(batches.order.sizes)
+    if samples < train.batch_size:
+        yield (
+            f"a step takes {train.batch_size} samples and the data has {samples}: a smaller "
+            "train.batch_size makes more steps of it"
+        )
 
 
 def passes_text(passes: float) -> str:

@@ -19,6 +19,7 @@ class WorkerStatus:
     progress_count: how often it made progress within its step.
     blocked_in_collective: by its own report, it sleeps where ranks wait for each other.
     device_progress: how far its device is with exchanges, if training makes no progress.
+    arrivals: by its own report, how often bytes of other ranks came without progress.
     last_heard_at: when it last reported anything.
     reply_pending: its report is not answered yet, so it cannot report again.
     report_cpu_s: CPU seconds that its reports took.
@@ -33,6 +34,7 @@ class WorkerStatus:
     progress_count: int = 0
     blocked_in_collective: bool = False
     device_progress: tuple[GroupProgress, ...] = ()
+    arrivals: int = 0
     is_ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
     unsaved_reason: str | None = None  # why the state after that step is not durable
@@ -127,6 +129,8 @@ class WorkerTable:
         if progress != (member.step, member.phase, member.progress_count):
             member.step, member.phase, member.progress_count = progress
             member.progress_at = now
+        if report.arrivals != member.arrivals:  # it is no further, but the link is not dead
+            member.arrivals, member.progress_at = report.arrivals, now
         member.blocked_in_collective = report.is_asleep
         member.device_progress = report.device_progress
         stream = self._stream_of(report)

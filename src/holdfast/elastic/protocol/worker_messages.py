@@ -51,10 +51,15 @@ class WorkerReport(JsonMessage):
     cpu_s            CPU seconds that the worker's reports took
     outcome          None: it does not end yet
     device_progress  how far its device is with exchanges; empty while training makes progress
+    arrivals         how often bytes of other ranks had come since the report before, while training
+                     made no progress: a transfer moves
     """
 
     absent_if_default = frozenset(
-        {"stream_id", "compute_time", "load", "step_time", "device_progress", "outcome"}
+        {
+            *("stream_id", "compute_time", "load", "step_time", "device_progress", "outcome"),
+            "arrivals",
+        }
     )
     required = frozenset({"first_number", "events", "is_sync"})
     rank: int
@@ -73,6 +78,7 @@ class WorkerReport(JsonMessage):
     cpu_s: Annotated[float, Key("own")] = 0.0
     outcome: WorkerOutcome | None = None
     device_progress: Annotated[tuple[GroupProgress, ...], Key("device")] = ()
+    arrivals: int = 0
 
 
 @dataclass(frozen=True)

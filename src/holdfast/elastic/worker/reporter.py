@@ -55,6 +55,7 @@ class ProgressMeter:
         self.element_count: Callable[[], int] = int
         """Returns the number of elements of these microbatches."""
         self.device_progress: Callable[[], tuple[GroupProgress, ...]] = tuple
+        self.received_bytes: Callable[[], int] = int  # from other ranks
         """Returns how far the device is with exchanges."""
         self._computing_since: float | None = None  # since when
         self._waited_before_s = 0.0  # for a processor, when it began to compute
@@ -113,6 +114,7 @@ class ReportWriter:
         self._rank, self._stream_id, self._meter = rank, stream_id, meter
         self._is_asleep = is_asleep
         self._reported_progress = meter.progress  # with the last report
+        self._received, self._arrivals = 0, 0
 
     def write(
         self,
@@ -128,6 +130,9 @@ class ReportWriter:
         before, self._reported_progress = self._reported_progress, meter.progress
         step, phase, marks = self._reported_progress
         is_still = before == self._reported_progress
+        is_asleep = is_still and self._is_asleep()
+        if is_still and (received := meter.received_bytes()) != self._received:
+            self._received, self._arrivals = received, self._arrivals + 1
         return WorkerReport(
             self._rank,
             step,
@@ -139,13 +144,14 @@ class ReportWriter:
             self._stream_id,
             sync,
             has_callbacks,
-            is_still and self._is_asleep(),
+            is_asleep,
             meter.compute_time,
             meter.load,
             meter.step_time,
             round(time.thread_time(), 4),  # the process computes at the same time
             outcome,
             meter.device_progress() if is_still else (),
+            self._arrivals,
         )
 
 

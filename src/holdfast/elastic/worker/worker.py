@@ -164,6 +164,7 @@ class Worker:
         self.reporter.progress_meter.microbatch_count = lambda: len(engine.dealt_shares[replica])
         self.reporter.progress_meter.element_count = lambda: _count_elements(engine)
         self.reporter.progress_meter.device_progress = engine.groups.device_progress
+        self.reporter.progress_meter.received_bytes = engine.groups.received_bytes
         self._fill_reference(session)
         self.is_training = True
         roles = self._connect_roles(session)

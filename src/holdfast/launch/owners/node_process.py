@@ -70,10 +70,12 @@ class NodeProcess:
         return self._shell() is not None
 
     def status(self) -> NodeStatus:
-        if self.is_alive:
-            return NodeStatus(
-                self.node, NodeState.RUNNING, f"process {self.process.partition('@')[0]}"
-            )
+        if (shell := self._shell()) is not None:
+            agents: list[psutil.Process] = []
+            with suppress(psutil.Error):
+                agents = shell.children()  # a kill of the shell would leave the agent at work
+            pid = agents[0].pid if agents else shell.pid
+            return NodeStatus(self.node, NodeState.RUNNING, f"process {pid}")
         code = ""
         with suppress(OSError):
             code = (self.folder / f"{self.node}.exit").read_text("ascii", "replace").strip()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.outer import OuterConfig
 from holdfast.core.data.lineage import split_effective
@@ -20,18 +20,22 @@ from holdfast.core.sharding.state_table import learner_shares
 from holdfast.errors import ConfigError, UserError
 from holdfast.events import OuterRound, StepDone
 from holdfast.launch.run.runs import open_run
+from holdfast.launch.start.facts import Facts
 from holdfast.layout import Layout, place_layout
 from holdfast.machine.limits import usable_cores
-from holdfast.plan.auto.machines import Machines
-from holdfast.plan.cost.rounds import CodecChoice, RoundModel, Site
+from holdfast.plan.auto.machines import Machines, machines_of
+from holdfast.plan.cost.rounds import CodecChoice, RoundModel, Site, fastest
 from holdfast.plan.placing.interface import NodePlaces
 from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
+from holdfast.report.formatting import format_duration
 from holdfast.wire.child_command import module_command
 from holdfast.wire.journal import read_journal
 
 CODECS = ("none", "bf16", "int8", "int4", "int2", "topk")
 AUTO_CODECS = ("none", "bf16", "int8", "int4")
 """Those that are chosen unasked. `int2` and `topk` lose a large part of a change."""
+CODEC_KEY = "outer.codec.name"
+AUTO = "auto"
 MEASURE_LIMIT_S = 300.0
 _MBIT = 1e6 / 8
 _SHORT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?")
@@ -159,7 +163,12 @@ def _measured_times(path: Path) -> tuple[float, float]:
         for step, event in first.items()
         if step in done
     ]
-    steps = [event.inner_s / (every * len(event.learners)) for event in rounds if event.learners]
+    slowest: dict[int, float] = {}  # a round waits for its slowest worker
+    for event in rounds:
+        if event.learners:
+            seconds = event.inner_s / (every * len(event.learners))
+            slowest[event.step] = max(seconds, slowest.get(event.step, 0.0))
+    steps = list(slowest.values())
     if not rest or not steps:
         raise ConfigError(
             "this run has done no round whose seconds are known",
@@ -167,6 +176,42 @@ def _measured_times(path: Path) -> tuple[float, float]:
             remedy="name a run with outer.learners that has done a round",
         )
     return median(steps), max(0.0, median(rest))
+
+
+def by_codec(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return the codec of a run that leaves it open: that of the run that continues, or the one
+    with the shortest round. Raises UserError."""
+    if (stored := by_stored_codec(loaded, facts)) or not _is_open(loaded):
+        return stored
+    config = loaded.config
+    sites = sites_of(loaded)
+    model, _ = model_of(loaded, sites, machines_of(config, facts.hardware))
+    workers = sum(site.workers for site in sites)
+    codecs = codec_choices(loaded, model.values, workers, AUTO_CODECS)
+    every = config.outer.every_steps
+    chosen = fastest(model, every, codecs).codec
+    rounds = (model.cost(every, codec) for codec in codecs)
+    times = ", ".join(f"{cost.codec} {format_duration(cost.round_s)}" for cost in rounds)
+    return {CODEC_KEY: (chosen, f"rounds by cluster.sites and codecs measured here: {times}")}
+
+
+def by_stored_codec(loaded: LoadedConfig, facts: Facts) -> PlannedValues:
+    """Return the codec of the run that continues, if the run file leaves it open."""
+    stored = facts.stored_config.get("outer", {}).get("codec", {}).get("name", AUTO)
+    if stored == AUTO or not (_is_open(loaded) or loaded.origins[CODEC_KEY].kind == "planned"):
+        return {}
+    return {CODEC_KEY: (stored, "that of the run")}
+
+
+def describe_codec(loaded: LoadedConfig) -> list[str]:
+    """Return a line for a codec that was chosen."""
+    origin = loaded.origins[CODEC_KEY]
+    name = loaded.config.outer.codec.name
+    return [f"{CODEC_KEY} is {name}: {origin.place}"] if origin.kind == "planned" else []
+
+
+def _is_open(loaded: LoadedConfig) -> bool:
+    return loaded.config.outer.is_on and loaded.config.outer.codec.name == AUTO
 
 
 def codec_choices(
@@ -191,7 +236,7 @@ def codec_choices(
         raise UserError(
             f"codecs cannot be measured on {device}: "
             f"{(done.stderr.strip().splitlines() or ['no message'])[-1]}",
-            where="outer.codec.name",
+            where=CODEC_KEY,
             remedy="see holdfast doctor",
         )
     times = json.loads(done.stdout)

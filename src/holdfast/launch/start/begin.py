@@ -26,6 +26,7 @@ from holdfast.launch.run.resume_checks import (
     refuse_branch_without_state,
     refuse_unfit_state,
 )
+from holdfast.launch.run.rounds import by_stored_codec, describe_codec
 from holdfast.launch.run.run_folder import (
     by_stored_places,
     is_begun_by_other,
@@ -98,6 +99,9 @@ def begin_run(start: Start) -> BegunRun:
     facts = replace(start.facts, stored=None if fresh else read_resolved(folder))
     loaded, facts, data = prepare_run_data(start.loaded, facts, folder, start.screen, fresh=fresh)
     version = data.version
+    if several and not fresh:  # another node may have chosen a codec meanwhile
+        stored = replace(facts, stored=read_resolved(folder))
+        loaded = resolve(loaded, stored, (by_stored_codec,))
     beside = fresh and several and is_begun_by_other(folder, before, loaded, version)
     if fresh and not beside and (old := set_aside(folder, before, start.watch)) is not None:
         say(f"the old run folder is now {old}")
@@ -132,9 +136,11 @@ def _describe_run(start: Start, data: RunData) -> None:
     if begins and not start.yes:
         start.screen.confirm_cost(loaded, facts.layout.usd)
     lora, origin = describe_lora(loaded), describe_weights(loaded) if begins else []
-    size, devices = describe_microbatch(loaded), describe_devices(loaded)
+    size = [*describe_microbatch(loaded), *describe_codec(loaded)]
+    devices = describe_devices(loaded)
     bits = [line for option in option_keys() for line in option.notices(loaded.config.layout)]
     bits += loaded.config.outer.notices(loaded.config.checkpoint.memory_every_steps == 1)
+    bits += loaded.config.server.notices()
     lines = [*find_without_effect(loaded), *size, *data.use, *origin, *lora, *devices, *bits]
     if begins:
         lines = [f"a new run in {where_of_run(folder.resolve())}", *lines]

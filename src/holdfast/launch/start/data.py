@@ -34,6 +34,7 @@ from holdfast.launch.run.reference_run import (
     describe_reference,
     refuse_other_rows,
 )
+from holdfast.launch.run.rounds import by_codec
 from holdfast.launch.run.run_folder import dataset_version_in
 from holdfast.launch.run.runs import read_resolved, run_folder_of
 from holdfast.launch.run.task_run import ask_named, ask_task
@@ -208,7 +209,7 @@ def with_layout(
     layout = loaded.config.layout
     if smallest and layout.workers == 0:
         loaded = loaded.with_values({"layout.workers": (layout.least_workers, SMALLEST)})
-    return resolve(loaded, facts, (by_microbatch_size,)), facts
+    return resolve(loaded, facts, (by_microbatch_size, by_codec)), facts
 
 
 def prepare_run_data(

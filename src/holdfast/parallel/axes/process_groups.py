@@ -170,6 +170,11 @@ class ProcessGroups:
         known = tuple(self._groups_by_ranks.values())
         return tuple(each.progress() for each in known if isinstance(each, DeviceGroup))
 
+    def received_bytes(self) -> int:
+        """Return the bytes that have come to this rank between replicas by the host's network."""
+        groups = {id(each): each for each in self._groups_between_replicas()}.values()
+        return sum(each.received_bytes() for each in groups if isinstance(each, PeerGroup))
+
     # --- the end --------------------------------------------------------------------------
     def abort_between_replicas(self) -> None:
         """Wake the ranks that wait for this one between replicas; those groups are of no use

@@ -39,6 +39,7 @@ from holdfast.parallel.comm.gloo_sockets import (
     address_to_text,
     cut_connections,
     listening_addresses,
+    received_bytes,
 )
 from holdfast.parallel.comm.lanes import Lane
 from holdfast.parallel.comm.staged_group import StagedGroup
@@ -155,6 +156,11 @@ class PeerGroup(AbortableGroup):
     def forget_previous_exchange(self) -> None:
         """Forget the sends of the exchange before: all ranks ended it, as this one has ended."""
         del self._exchange_sends[: len(self._exchange_sends) - len(self.others)]
+
+    def received_bytes(self) -> int:
+        """Return the bytes that have come from the other ranks, parts of messages included; 0 if
+        this group's connections are not known."""
+        return 0 if self._addresses is None else received_bytes(*self._addresses)
 
     def abort(self) -> None:
         """Close every connection: all waits in this group raise, here and at the peers. Only a

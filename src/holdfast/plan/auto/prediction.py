@@ -19,8 +19,8 @@ from holdfast.plan.placing.topology_cost import Fleet, TopologyCost
 
 def has_prediction(config: RunConfig) -> bool:
     """Return True if the cost model covers what the run computes."""
-    layout, outer = config.layout, config.outer
-    is_other = config.task.name or layout.is_asynchronous or outer.is_on
+    layout = config.layout
+    is_other = config.task.name or layout.is_asynchronous or config.computes_apart
     return not (is_other or unmodelled_option(config))
 
 

@@ -168,6 +168,11 @@ def _ramp_s(flow: float, bandwidth: float, latency_s: float) -> float:
     return 2 * latency_s * log2(max(1.0, window / FIRST_WINDOW_BYTES))
 
 
+def fastest(model: RoundModel, every_steps: int, codecs: Sequence[CodecChoice]) -> RoundCost:
+    """Return the shortest round. Of equal ones, the first codec wins."""
+    return min((model.cost(every_steps, codec) for codec in codecs), key=lambda c: c.round_s)
+
+
 def best_round(
     model: RoundModel, codecs: Sequence[CodecChoice], share: float
 ) -> tuple[RoundCost | None, Mapping[str, RoundCost]]:

@@ -118,5 +118,7 @@ def unmodelled_key(config: RunConfig) -> tuple[str, str]:
     if layout.is_asynchronous:
         return f"layout.schedule {layout.schedule}", "its curve depends on layout.pp"
     if config.outer.is_on:
-        return f"outer.learners {config.outer.learners}", "learners exchange once in a round"
+        return config.apart_key, "learners exchange once in a round"
+    if config.server.is_on:
+        return config.apart_key, "a step has several updates"
     return "", ""

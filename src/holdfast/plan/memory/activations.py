@@ -191,8 +191,8 @@ def without_formula(config: RunConfig) -> str:
     does."""
     if config.task.name:
         return f"task {config.task.name}"
-    if config.outer.is_on:
-        return f"outer.learners {config.outer.learners}"
+    if config.computes_apart:
+        return config.apart_key
     if config.train.precision not in _COMPUTE_BYTES:
         return f"train.precision {config.train.precision}"
     option = next((each for each in option_costs() if not each.has_formula(config)), None)

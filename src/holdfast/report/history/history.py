@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.restore.catalog import list_commits, step_of
 from holdfast.core.data.data_ledger import uncovered_ranges
+from holdfast.core.data.learner_fates import FATES, count_fates, read_fates
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.expert_load import ExpertsRouted
 from holdfast.events import (
@@ -23,6 +24,7 @@ from holdfast.events import (
     Evaluated,
     GenerationStarted,
     MemoryUsed,
+    OuterRound,
     Record,
     RoleExited,
     RunBranched,
@@ -184,6 +186,7 @@ class History:
     tasks: tuple[TaskEvaluated, ...] = ()  # by task and step
     roles_lost: tuple[RoleExited, ...] = ()  # processes of actors and scorers
     ranks: RankTimes = field(default_factory=RankTimes)
+    fates: Mapping[str, int] = field(default_factory=dict)  # tokens by fate, in outer.mode free
 
     @property
     def lost_tokens(self) -> int:
@@ -347,6 +350,7 @@ class _HistoryBuilder:
     completions: dict[int, CompletionsShown] = field(default_factory=dict)  # by step
     tasks: dict[tuple[str, int], TaskEvaluated] = field(default_factory=dict)
     roles_lost: list[RoleExited] = field(default_factory=list)
+    fates: dict[int, dict[str, int]] = field(default_factory=dict)  # by round
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ranks.time.wall
@@ -401,11 +405,17 @@ class _HistoryBuilder:
                 self.tasks[event.task, event.step] = event
             if isinstance(event, RoleExited):
                 self.roles_lost.append(event)
+            if isinstance(event, OuterRound) and event.fates and counts:
+                self.fates[event.step] = count_fates(read_fates(event.fates))
             if isinstance(event, SaveInterval):
                 self.cadence[event.tier] = event
             text = notice_text(event)
             if text:
                 self.notices.append(RunNotice(elapsed, record.generation, event.kind, text))
+
+    def _tokens_by_fate(self) -> dict[str, int]:
+        rounds = self.fates.values()
+        return {fate: sum(tokens[fate] for tokens in rounds) for fate in FATES if rounds}
 
     def _end_session(self, elapsed: float, ended: str, reason: str) -> None:
         if self.sessions:
@@ -521,4 +531,5 @@ class _HistoryBuilder:
             tasks=tuple(self.tasks[key] for key in sorted(self.tasks)),
             roles_lost=tuple(self.roles_lost),
             ranks=self.ranks.times(),
+            fates=self._tokens_by_fate(),
         )

@@ -74,6 +74,8 @@ def summary(
         out["exchanges"] = {
             e.kind: {"seconds": e.seconds, "exposed": e.exposed} for e in history.exchanges
         }
+    if history.fates:
+        out["outer"] = {"mode": "free", "tokens_by_fate": dict(history.fates)}
     if history.plan is not None:
         out["plan"] = history.plan.to_json()
     if history.morphs:

@@ -199,6 +199,11 @@ def _tiles(
         if history.recomputed_tokens
         else ""
     )
+    if history.fates:
+        named = (
+            f"{format_si(count)} {fate.replace('_', ' ')}" for fate, count in history.fates.items()
+        )
+        again = "<br>".join(filter(None, (f"outer.mode free: {', '.join(named)}", again)))
     times = [i.seconds for i in history.breaks if i.seconds is not None]
     lost = sum(i.steps_lost for i in history.breaks)
     number = len(history.breaks)

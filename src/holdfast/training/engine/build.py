@@ -43,13 +43,13 @@ from holdfast.parallel.torch_compat import (
 )
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
-from holdfast.training.engine.executors import Executor
 from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from holdfast.training.engine.learners import GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
-from holdfast.training.engine.protocols import ShareLoader
+from holdfast.training.engine.protocols import LearnerStates, ShareLoader
+from holdfast.training.engine.server_steps import ChangeOfStep, ServerExecutor
 from holdfast.training.engine.state import Parameters
 from holdfast.training.engine.step_plan import Dealer
 from holdfast.training.engine.task import DecoderTask, EngineTask, TaskBatchSource
@@ -159,10 +159,16 @@ def build_engine(
     parameters, feed = make(_Parts(config, task, groups, device, precision, memory), objective)
     executor = task.executor(objective, groups, precision.compute, device)
     layout, named = config.layout, partial(task.named_parameters, objective)
-    learners: LearnerExecutor | None = None
+    learners: LearnerStates | None = None
     if config.outer.is_on:
-        executor = learners = _learners(config, task, groups, executor, parameters, objective)
+        inner, working = _inner_sum(config, task, groups, parameters, objective)
+        found = config, groups, executor, inner, parameters, working, task.user_parts
+        make_learners = FreeLearnerExecutor if config.outer.is_free else LearnerExecutor
+        executor = learners = make_learners(*found)
         dealer = deal  # as the state of learners is placed
+    if config.server.is_on:
+        inner, _ = _inner_sum(config, task, groups, parameters, objective)
+        executor = learners = ServerExecutor(config, executor, inner, parameters, task.user_parts)
     for wrap in hooks("layout", layout, lambda effect: effect.executor):
         executor, parameters = wrap(config, executor, parameters, named)
     # Tokens of a microbatch, or its samples if a task of the user counts.
@@ -183,8 +189,10 @@ def build_engine(
         config.rollout.lag if config.rollout.is_on else 0,
         learners,
     )
-    if learners is not None:
+    if isinstance(learners, LearnerExecutor):
         learners.step = lambda: engine.step
+    if isinstance(learners, ServerExecutor):
+        learners.connect(engine)
     engine.counts = config.objective.counts
     if memory.ledger.limit > 0 and not (config.train.compile and device.type == "cpu"):
         engine.measure_passes = PassMeter(memory).measured
@@ -195,16 +203,15 @@ def build_engine(
     return engine
 
 
-def _learners(
+def _inner_sum(
     config: RunConfig,
     task: EngineTask,
     groups: ProcessGroups,
-    passes: Executor,
     parameters: Parameters,
     objective: nn.Module,
-) -> LearnerExecutor:
-    """What trains the learners of this rank. Their inner steps sum gradients on it alone, by the
-    same tree over microbatches."""
+) -> tuple[ReplicatedGradients, list[torch.Tensor]]:
+    """What sums gradients on this rank alone, by the same tree over microbatches; and the weights
+    that learners update."""
     named, teams = task.named_parameters(objective), _cells_alone(config, groups)
     boxes = {box.name: box for box in parameters.boxes}
     dtype, working = parameters.master_tensors[0].dtype, parameters.compute_tensors
@@ -212,8 +219,7 @@ def _learners(
     inner = ReplicatedGradients(named, boxes, teams, dtype=dtype, bucket_bytes=bucket_bytes)
     if working[0].dtype != dtype:
         working = [torch.zeros_like(master) for master in parameters.master_tensors]
-    make = FreeLearnerExecutor if config.outer.is_free else LearnerExecutor
-    return make(config, groups, passes, inner, parameters, working, task.user_parts)
+    return inner, working
 
 
 def _cells_alone(config: RunConfig, groups: ProcessGroups) -> Cells:
@@ -322,7 +328,7 @@ def _unsharded(parts: _Parts, objective: nn.Module) -> BuiltParameters:
         return Parameters(table, lengths, trained, initial, [], rows.gather, memory), feed
     trained = [p.data for p in named.values()]  # an update of them is not seen by a graph
     computed: list[torch.Tensor] = []
-    if precision.mixed or parts.config.outer.is_on:
+    if precision.mixed or parts.config.computes_apart:
         computed = trained
         shapes = [tuple(p.shape) for p in computed]
         trained = memory.zeros("optimizer", shapes, precision.state)
@@ -340,6 +346,8 @@ def _replicated_feed(
     config = parts.config
 
     gradients = GradientsOfAll if config.outer.sends_all else ReplicatedGradients
+    if config.server.is_on:
+        gradients = ChangeOfStep
 
     def feeder(cells: Cells, by_unit: bool) -> GradientFeeder:
         return gradients(
@@ -350,7 +358,8 @@ def _replicated_feed(
             wanted=wanted,
             by_unit=by_unit,
             buffers=parts.make_sum,
-            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE and not config.outer.is_on,
+            may_hold_leaf=parts.memory.place_of("gradients") == DEVICE
+            and not config.computes_apart,
             fast=config.layout.reduction == "fast",
             bucket_bytes=int(config.layout.bucket_mb * 1e6),
         )
@@ -424,7 +433,9 @@ def _gradient_feed(parts: _Parts, make: Callable[[Cells, bool], GradientFeeder])
 
     def feed(groups: ProcessGroups, old: GradientFeeder | None) -> GradientFeeder:
         cells, by_unit = run_cells(config, groups.topology, groups.rank), _by_unit(config, groups)
-        if config.outer.sends_all:  # nothing but payloads travels
+        if config.server.is_on and old is not None:
+            return old
+        if config.outer.sends_all or config.server.is_on:  # no sum travels
             return make(_cells_alone(config, groups), by_unit)
         joined = list(zip(cells, groups.teams(cells), strict=True))
         if old is not None and old.regroup(joined, by_unit):

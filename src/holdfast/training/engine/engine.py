@@ -249,7 +249,8 @@ class StepEngine:
         clip = clip_factor(self.mean_norm(verdict), self.train.optimizer.clip_norm)
         status.is_torn = True
         self.lagged.shift()
-        if not verdict.is_skipped:
+        applies = self.learners is None or not self.learners.applies_update
+        if applies and not verdict.is_skipped:
             divisor = self._divisor(verdict) / clip * self.loss_scale.factor
             with self.around_update(self.parameters.master_tensors):
                 self.optimizer.apply(status.step, rate, divisor, self.plan.leaves(status.step))
@@ -318,7 +319,7 @@ class StepEngine:
     @property
     def is_replica_intact(self) -> bool:
         """Whether the groups inside the replica can still be used."""
-        if self.learners is not None:
+        if self.learners is not None and not self.learners.applies_update:
             return False  # other learners may come, with state that is elsewhere now
         alone = len(self.groups.replica.ranks) == 1
         return alone or not self.groups.replica_groups.is_aborted

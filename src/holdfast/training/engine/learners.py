@@ -28,6 +28,7 @@ from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, lea
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
 from holdfast.data.stream.loader import TensorMicrobatch
+from holdfast.events import Event
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replicated import ReplicatedGradients
 from holdfast.parallel.gradients.grad_norm import clip_factor
@@ -54,6 +55,8 @@ class LearnerExecutor(Executor):
     what a learner updates: those tensors, or in mixed precision copies of theirs in fp32. step: the
     round that is open. Its `commit` and `state` are those of `LearnerStates`.
     """
+
+    applies_update = False
 
     def __init__(
         self,
@@ -291,6 +294,10 @@ class LearnerExecutor(Executor):
         for state in (state for states in self._states for state in states):
             if state is not None:
                 state.zero_()
+
+    def events(self) -> list[Event]:
+        """See `LearnerStates`: the loop tells of rounds."""
+        return []
 
     def state(self) -> list[LocalTensor]:
         """See `LearnerStates`; in the order of the state table."""

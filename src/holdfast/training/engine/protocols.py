@@ -71,12 +71,16 @@ class Saver(Protocol):
 
 
 class LearnerStates(Protocol):
-    """What a rank keeps of the learners that it computes; see `training/engine/learners.py`.
+    """What a rank keeps of the learners that it computes; see `training/engine/learners.py`. With
+    `server`, of the servers' updates; see `server_steps.py`.
 
     on_progress: called after each inner step. times: seconds of the newest round by phase. fates:
     of the round that was computed last, by learner; empty if each learner does all of its round.
+    applies_update: `commit` changes the weights and what the run's optimizer keeps, which every
+    rank has.
     """
 
+    applies_update: bool
     times: PhaseTimer
     on_progress: Callable[[], None]
     fates: Sequence[LearnerFate]
@@ -104,6 +108,10 @@ class LearnerStates(Protocol):
 
     def commit(self) -> None:
         """The round that was computed last is applied."""
+        ...
+
+    def events(self) -> list[Event]:
+        """What one rank tells of the step that was applied last."""
         ...
 
 

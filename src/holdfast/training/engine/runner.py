@@ -339,6 +339,9 @@ class TrainingLoop:
         if self.config.outer.is_on:
             self.reporter.emit(self._outer_round(batch))
             watch.lap("digest")
+        if self.config.server.is_on and self.engine.learners is not None and self.rank == 0:
+            for event in self.engine.learners.events():
+                self.reporter.emit(event)
         # Report the spans of the steps that the run file asks for.
         if self.recorder is not None and self.config.layout.is_traced(step):
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]

@@ -268,6 +268,10 @@ class GenerationEntry:
             sha256 = digest_of_weights(self.config, session.engine.state())
             fates = session.engine.history.fates_of(step)
             events.append(OuterRound(self.rank, sha256, [], 0, fates=fates, step=step))
+        survivors = [rank for rank, was in enumerate(found.came_from) if was is not None]
+        if session.engine.learners is not None and survivors[:1] == [self.rank]:
+            updates = session.engine.learners.events()  # rank 0 may have been lost before it told
+            events += [event for event in updates if event.step == found.resolution.step]
         session.engine.history.unreported_step = 0
         self.timer.lap("events")
         return RecoveryResult(

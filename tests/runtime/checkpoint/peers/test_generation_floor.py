@@ -13,6 +13,7 @@ from holdfast.checkpoint.peers.generation_floor import generation_floor
 from holdfast.checkpoint.peers.source import PeerMemories
 from holdfast.checkpoint.restore.restore_point import ChosenRestorePoint, RestorePointFinder
 from holdfast.checkpoint.restore.start_records import record_start
+from holdfast.core.format.manifest import PartManifest
 from holdfast.errors import FencedError, RunFolderError
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
@@ -122,3 +123,26 @@ def test_a_peer_that_is_away_or_keeps_another_run_says_nothing(
     assert newest == 0
     assert len(said) == 1
     assert "stage cannot say what it holds of this run" in said[0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_nearest_holder_comes_first(store: FolderStore, node: Node, order: int) -> None:
+    other = Node(every_steps=1000)
+    other.begin(topology(5))
+    other.put(7)
+    try:
+        create_generation(store, 6, {})
+        peers = [
+            Peer(Machine("far", zone="rome"), node.address),
+            Peer(Machine("near", zone="paris"), other.address),
+        ][::order]
+        own = Machine("own", zone="paris")
+        memories = PeerMemories(peers, SECRET, lambda: 6, own=own)
+        keys = [
+            PartManifest.from_bytes(e.sealed_manifest, "part").blob.key
+            for e in memories.inventory()
+        ]
+        assert [holder.name for holder in memories.locate_blobs(keys)] == ["peer near", "peer far"]
+        assert len(set(keys)) == 1
+    finally:
+        other.close()

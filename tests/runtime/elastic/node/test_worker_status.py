@@ -58,6 +58,15 @@ def test_the_same_progress_again_is_none() -> None:
     assert members.find_hung(101.0, 30.0) is not None
 
 
+def test_a_transfer_that_moves_is_no_hang() -> None:
+    members = _members((5, "reduce", 2, 10.0), (5, "reduce", 2, 10.0))
+    for now in (30.0, 60.0, 90.0):
+        for rank in (0, 1):
+            members.process_report(WorkerReport(rank, 5, "reduce", 2, arrivals=int(now)), now)
+    assert members.find_hung(100.0, 30.0) is None
+    assert members.find_hung(130.0, 30.0) is not None
+
+
 def test_events_are_taken_once_and_a_stranger_is_refused() -> None:
     members = WorkerTable(1, 1)
     members.expect_worker(0, 0.0)

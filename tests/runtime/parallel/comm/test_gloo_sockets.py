@@ -18,6 +18,7 @@ from holdfast.parallel.comm.gloo_sockets import (
     address_to_text,
     cut_connections,
     listening_addresses,
+    received_bytes,
 )
 from holdfast.parallel.comm.transport import PeerGroup
 from tests.support.ranks import RankContext, rank_values
@@ -85,6 +86,20 @@ def test_only_the_connections_of_these_addresses_are_cut() -> None:
             assert beside.recv(1) == b""
         with socket.create_connection(own), ours.accept()[0]:
             pass  # whoever listens goes on
+
+
+@on_linux
+def test_what_has_come_of_a_message_counts_before_its_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        own = ours.getsockname()[:2]
+        with socket.create_connection(own) as dialled, ours.accept()[0] as came:
+            dialled.sendall(bytes(700))
+            came.recv(700, socket.MSG_WAITALL)
+            assert received_bytes(own, ()) == 700  # the side that was dialled
+            came.sendall(bytes(50))
+            dialled.recv(50, socket.MSG_WAITALL)
+            assert received_bytes(("127.0.0.1", 1), [own]) == 50
+            assert received_bytes(("127.0.0.1", 1), ()) == 0
 
 
 def test_addresses_travel_as_a_line() -> None:
