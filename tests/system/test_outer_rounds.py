@@ -20,7 +20,16 @@ import pytest
 
 from holdfast.core.round_bytes import bytes_to_each
 from holdfast.core.sharding.state_table import learner_shares
-from holdfast.events import GenerationStarted, OuterRound, Record, WorkerLost, WorkerStarted
+from holdfast.elastic.protocol.fault_orders import FaultOrder, FaultOrders
+from holdfast.events import (
+    ChangeLeftOut,
+    GenerationStarted,
+    LearnerChecked,
+    OuterRound,
+    Record,
+    WorkerLost,
+    WorkerStarted,
+)
 from holdfast.launch.run.rounds import values_of_change
 from holdfast.launch.run.runs import open_run
 from holdfast.wire.journal import read_journal
@@ -107,6 +116,27 @@ def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
     assert none["sent_bytes"] == max(to_each)
     assert 0 < plan["inner_step_s"] < 60
     assert all(cost["leaving_bytes"] < none["leaving_bytes"] for cost in coded)
+
+
+@pytest.mark.slow
+def test_a_worker_that_sends_a_wrong_change_is_named(run_file: Path, tmp_path: Path) -> None:
+    """It multiplies the change of one of its learners by -10, once. The round is applied without
+    that learner, and `holdfast explain` names the rank."""
+    folder, faults = tmp_path / "cheated", FaultOrders(tmp_path / "faults")
+    faults.prepare()
+    faults.arm(FaultOrder(1, "cheat", "wrong change", "changed", step=5, rank=1))
+    more = ("outer.trust.checks=1", f"cluster.faults={faults.folder}", "layout.workers=2")
+    run = FollowedRun(folder, start("train", run_file, f"folder={folder}", *SETTINGS, *more))
+    run.finish()
+    (out,) = run.events(ChangeLeftOut)
+    assert (out.step, out.rank, out.count) == (5, 1, 1)
+    verdicts = [event.verdict for event in run.events(LearnerChecked)]
+    assert sorted(verdicts) == ["differs"] + ["equal"] * (ROUNDS * LEARNERS - 1)
+    found = hashes(folder)
+    assert all(len(of_round) == 1 for of_round in found.values())
+    alone = hashes(_alone(run_file, "none"))
+    assert [step for step in found if found[step] == alone[step]] == [1, 2, 3, 4]
+    assert "rank 1 computed learner" in within("explain", folder).out
 
 
 def test_the_codec_of_auto_is_the_fastest_at_the_start_and_then_fixed(

@@ -264,6 +264,11 @@ class RunConfig(Section):
         if not outer.is_on:
             return
         key = f"outer.learners {outer.learners}"
+        if outer.trust.checks and self.layout.workers == 1:
+            yield (
+                "outer.trust.checks needs another worker, and layout.workers is 1: use "
+                "layout.workers 2, or checks 0"
+            )
         if train.batch_size % outer.learners:
             best = max(1, round(train.batch_size / outer.learners)) * outer.learners
             yield (

@@ -55,6 +55,7 @@ def _rounds(rank: RankContext, **changes: Any) -> list[str]:
         {"outer": LEARNERS, "train__optimizer": {"name": "muon", "clip_norm": 0.05}},
         {"outer": LEARNERS | {"codec": {"name": "int4"}}},
         {"outer": LEARNERS | {"average": "median"}},
+        {"outer": LEARNERS | {"codec": {"name": "powersgd", "rank": 2}}},
         {"outer": LEARNERS | {"average": "rda", "codec": {"name": "int2"}}},
         {"outer": LEARNERS | {"codec": {"name": "topk", "share": 0.1}}},
         {"outer": LEARNERS | FRAGMENTS},

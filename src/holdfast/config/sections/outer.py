@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Never, Section
+from holdfast.config.sections.outer_trust import OuterTrustConfig
 from holdfast.errors import ConfigError
 
 Average = Literal[
@@ -48,11 +49,14 @@ class OuterOptimizerConfig(Section):
 class OuterCodecConfig(Section):
     """How the change of a learner's weights is coded for its way to the other workers."""
 
-    name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk"]] = "none"
+    name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk", "powersgd"]] = (
+        "none"
+    )
     """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. int2: with two
-    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker. auto: a
-    start measures none, bf16, int8 and int4 and keeps the one with the shortest round by
-    cluster.sites"""
+    magnitudes. topk: the largest values of each 4,096. powersgd: two thin factors of each matrix. A
+    coded change goes to each worker. auto: a start measures none, bf16, int8 and int4 and keeps the
+    one with the shortest round by cluster.sites"""
+    rank: Never[int] = Field(4, ge=1, le=1024, description="powersgd: columns of a factor")
     share: Never[float] = Field(
         0.01, gt=0, le=1, description="topk: part of the values that is sent"
     )
@@ -108,6 +112,7 @@ class OuterConfig(Section):
     faulty: Never[int] = Field(1, ge=0)
     """trimmed_mean, krum, multi_krum: learners that may be wrong"""
     codec: OuterCodecConfig = OuterCodecConfig()
+    trust: OuterTrustConfig = OuterTrustConfig()
     mode: Never[Literal["fixed", "free"]] = "fixed"
     """fixed: each round has all learners. free: a round closes without learners that are late. This
     gives up promise 1: the curve depends on who was late. The journal has a ledger, from which
@@ -135,9 +140,14 @@ class OuterConfig(Section):
             )
 
     @property
+    def is_sum(self) -> bool:
+        """Return True if `average` can be made of the sum of all changes."""
+        return self.average in ("mean", "token_weighted")
+
+    @property
     def needs_all(self) -> bool:
-        """Return True if `average` takes each change, and not only the sum of all."""
-        return self.average not in ("mean", "token_weighted")
+        """Return True if a round takes each change, and not only the sum of all."""
+        return not self.is_sum or self.trust.is_on
 
     @property
     def counts_faulty(self) -> bool:
@@ -173,6 +183,13 @@ class OuterConfig(Section):
             )
         if self.is_free and self.fragments > 1:
             yield f"fragments {self.fragments} have not been built for mode free: use fragments 1"
+        if self.is_on and self.trust.is_on and self.average == "token_weighted":
+            yield "average token_weighted does not leave out changes: use average mean, or no trust"
+        if self.fragments > 1:
+            if self.codec.name == "powersgd":
+                yield "codec.name powersgd has not been built for fragments: use fragments 1"
+            if self.is_on and self.trust.is_on:
+                yield "trust has not been built for fragments: use fragments 1, or no trust"
         if self.is_free and self.average != "token_weighted":
             yield (
                 f"mode free weighs learners by the tokens that they read, and average is "

@@ -29,6 +29,7 @@ from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
     ADAPTATION_ROW,
     ERROR_PREFIX,
+    REFUSED_ROW,
     STATE_DTYPE,
     WEIGHTS_PREFIX,
     StateTable,
@@ -142,6 +143,8 @@ def run_state_table(config: RunConfig) -> StateTable:
         if config.outer.fragments > 1:
             kept += tuple(replace(row, name=WEIGHTS_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
+        if config.outer.trust.is_on:
+            rows += (TensorSpec(REFUSED_ROW, "I64", (config.outer.learners,)),)
     if config.server.is_on:
         rows += (ADAPTATION_ROW,)
     if config.layout.keeps_velocity:

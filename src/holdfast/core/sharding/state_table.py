@@ -176,6 +176,10 @@ WEIGHTS_PREFIX = "outer_weights."
 """Of what a codec has left out of a learner's changes so far."""
 
 
+REFUSED_ROW = "outer.refused"
+"""How many changes of each learner were left out; complete on every rank."""
+
+
 def learner_rows(state: StateTable, learners: int) -> StateTable:
     """The rows of what each learner keeps. state: the rows of the optimizer of one."""
     return tuple(

@@ -84,7 +84,7 @@ class LearnerExecutor(Executor):
         self._outer, self._every = config.outer, config.outer.inner_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
-        self._rule = config.outer.average if config.outer.needs_all else ""
+        self._rule = "" if config.outer.is_sum else config.outer.average
         self._faulty = config.outer.faulty
         self.fates: Sequence[LearnerFate] = ()
         self.step: Callable[[], int] = lambda: 1
@@ -93,7 +93,10 @@ class LearnerExecutor(Executor):
         self._shares = learner_shares(self._learners, groups.replica_count)
         self._own = self._shares[groups.coordinate.replica]
         codec = config.outer.codec
-        self._codec = make_codec(codec.name, codec.share) if config.outer.sends_all else None
+        self._codec: Codec | None = None
+        if config.outer.sends_all:
+            shapes = [tuple(tensor.shape) for tensor in self._working]
+            self._codec = make_codec(codec.name, codec.share, shapes, codec.rank)
         self._feedback = codec.error_feedback
         kept = (parameters.table, self._working, inner.gradients(), user, None, parameters.boxes)
         self._optimizer = make_optimizer(config.train.optimizer, *kept)
@@ -113,11 +116,14 @@ class LearnerExecutor(Executor):
         if fragments > 1:
             like.append(self._working)
             self._prefixes.append(WEIGHTS_PREFIX)
-        self._states, self._next_states = self._make_states(like), self._make_states(like)
+        self._like = like
+        count = len(self._own)
+        self._states = self._make_states(like, count)
+        self._next_states = self._make_states(like, count)
         self.times = PhaseTimer()  # of a round: inner, codec, give, wait
 
-    def _make_states(self, like: Sequence[Sequence[Tensor | None]]) -> LearnerSlots:
-        count = len(self._own)
+    def _make_states(self, like: Sequence[Sequence[Tensor | None]], count: int) -> LearnerSlots:
+        """Zeros of the states of so many learners."""
         return [
             [None if t is None else t.new_zeros((count, *t.shape)) for t in tensors]
             for tensors in like
@@ -173,9 +179,16 @@ class LearnerExecutor(Executor):
             self.times.lap("wait")
             found = [codec.decode(payloads[k].to(device), count) for k in range(self._learners)]
             self.times.lap("codec")
+            found = self._admit(payloads, found, listener)
             for learner, flat in enumerate(self._combined(found)):
                 self._give(learner, self._split(flat), listener)
             self.times.lap("give")
+
+    def _admit(
+        self, payloads: dict[int, Tensor], changes: list[Tensor], listener: GradientListener
+    ) -> list[Tensor]:
+        """The changes that count, of the decoded payloads of all learners."""
+        return changes
 
     def _combined(self, changes: list[Tensor]) -> list[Tensor]:
         """The summands of the learners, whose sum is divided by their number. A rule makes one of

@@ -119,7 +119,7 @@ class LearnerStates(Protocol):
         ...
 
     def events(self) -> list[Event]:
-        """What one rank tells of the step that was applied last."""
+        """What this rank, or one of them with `server`, tells of the newest applied step."""
         ...
 
 
