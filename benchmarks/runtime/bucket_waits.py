@@ -6,8 +6,9 @@
 The bucket is a server of S3 on this machine (moto, a process of its own). The workers are
 processes of one node: they share one cache, which is empty at the start. A worker takes steps of a
 fixed time and asks `Loader` for its share of the next batch, as training does. The table has the
-seconds until the first batch, and the share of the time after it that each worker waited. The
-share of a run whose cache is full comes next to it.
+seconds until the first batch, and the share of the time after it that each worker waited. Then
+comes how many of these seconds lie before step EARLY_STEPS, in which most shards are read for the
+first time. The share of a run whose cache is full comes next to it.
 """
 
 from __future__ import annotations
@@ -35,19 +36,25 @@ from holdfast.data.stream.loader import Loader
 
 WORKERS = 4
 BATCH = 8  # samples of a step, two of each worker
+EARLY_STEPS = 20
 
 
-def wait_of(data: DataConfig, steps: int, step_s: float, rank: int) -> tuple[float, float]:
-    """Seconds until the first batch of a worker; share of the time after it that it waited."""
+def wait_of(data: DataConfig, steps: int, step_s: float, rank: int) -> tuple[float, float, float]:
+    """Seconds until the first batch of a worker; share of the time after it that it waited; part of
+    this wait before step EARLY_STEPS."""
     train = TrainConfig.model_validate({"batch_size": BATCH, "microbatch_size": 1, "steps": steps})
     batches = Batches(open_dataset(data.folder, data), data, train, seed=1)
     plan = deal(BATCH, WORKERS)[rank]
     with Loader(batches, lambda step: plan, last_step=steps) as loader:
         next(loader)
         first, begun = loader.waited_s, time.perf_counter()
-        for _ in loader:
+        early = 0.0
+        for batch in loader:
+            if batch.step <= EARLY_STEPS:
+                early = loader.waited_s - first
             time.sleep(step_s)
-        return first, (loader.waited_s - first) / (time.perf_counter() - begun)
+        waited = loader.waited_s - first
+        return first, waited / (time.perf_counter() - begun), early / max(waited, 1e-9)
 
 
 def main() -> int:
@@ -76,9 +83,14 @@ def main() -> int:
             for what in ("empty cache", "full cache"):
                 task = partial(wait_of, data, given.steps, given.step_ms / 1e3)
                 found = list(pool.map(task, range(WORKERS)))
-                first = max(first for first, _ in found)
-                shares = ", ".join(f"{share:.2%}" for _, share in found)
-                print(f"{what}: first batch after {first:.2f} s, then waited {shares}", flush=True)
+                first = max(first for first, _, _ in found)
+                shares = ", ".join(f"{share:.2%}" for _, share, _ in found)
+                early = min(early for _, _, early in found)
+                print(
+                    f"{what}: first batch after {first:.2f} s, then waited {shares}; of that "
+                    f"{early:.0%} or more before step {EARLY_STEPS}",
+                    flush=True,
+                )
     return 0
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.runtime.outer_rounds import DOCS, SEEDS, STUDENT_T_95, train
 from holdfast.config.run import RunConfig
 
-STEPS, BASE_STEPS, LENGTH, BATCH, HELD_OUT = 600, 200, 32, 32, 2048
+STEPS, BASE_STEPS, LENGTH, BATCH, HELD_OUT = 600, 600, 32, 32, 2048
 OPTIMIZERS = ("adamw", "muon")
 LEARNERS, EVERY = (2, 4, 8), (10, 25, 30, 50, 100)
 TUNED = {10: 30, 25: 30, 30: 30, 50: 100, 100: 100}
@@ -36,9 +36,9 @@ TUNING_SEED = 4
 RATES = (2e-3, 4e-3, 8e-3)
 UPDATES: tuple[dict[str, Any], ...] = (
     {"name": "sgd", "learning_rate": 1.0},
-    {"name": "nesterov", "learning_rate": 0.4, "momentum": 0.6},
     {"name": "nesterov", "learning_rate": 0.7, "momentum": 0.6},
-    {"name": "nesterov", "learning_rate": 0.7, "momentum": 0.9},
+    {"name": "nesterov", "learning_rate": 1.0, "momentum": 0.6},
+    {"name": "nesterov", "learning_rate": 0.7, "momentum": 0.8},
 )
 
 

@@ -288,6 +288,7 @@ def main() -> None:
             {"name": "int4"},
             {"name": "int2"},
             {"name": "topk", "share": 0.05},
+            {"name": "powersgd", "rank": 4},
         ):
             print(codec)
             compare_losses(given.steps, given.optimizers, cells, codec=codec)

@@ -281,6 +281,25 @@ class OuterRound(
     fates: list[dict[str, Any]] = field(default_factory=list)
 
 
+class LearnerChecked(Event, kind="learner_checked"):
+    """A rank has computed the round of another rank's learner again. The checker writes it."""
+
+    learner: int
+    rank: int  # that computed it first
+    checker: int  # -1: none
+    verdict: str  # equal, differs, other_state, no_checker (`parallel/outer/trust.py`)
+
+
+class ChangeLeftOut(Event, kind="change_left_out"):
+    """The change of a learner does not count in the round."""
+
+    learner: int
+    rank: int  # that computed it
+    node: str
+    reason: str  # a phrase
+    count: int  # changes of this learner that were left out so far
+
+
 class ServerUpdates(Event, kind="server_updates"):
     """The updates of step `step` of a run with `server`. One rank writes them."""
 

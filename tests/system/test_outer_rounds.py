@@ -20,7 +20,18 @@ import pytest
 
 from holdfast.core.round_bytes import bytes_to_each
 from holdfast.core.sharding.state_table import learner_shares
-from holdfast.events import GenerationStarted, OuterRound, Record, WorkerLost, WorkerStarted
+from holdfast.elastic.protocol.fault_orders import FaultOrder, FaultOrders
+from holdfast.events import (
+    ChangeLeftOut,
+    GenerationStarted,
+    LearnerChecked,
+    OuterRound,
+    Record,
+    WorkerLost,
+    WorkerStarted,
+)
+from holdfast.launch.run.rounds import values_of_change
+from holdfast.launch.run.runs import open_run
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
@@ -39,6 +50,13 @@ SETTINGS = (
     "checkpoint.memory_every_steps=1",
     "cluster.threads_per_worker=1",
 )
+HOWS = {
+    "none": (),
+    "int4": ("outer.codec.name=int4",),
+    "topk": ("outer.codec.name=topk",),
+    "fragments": ("outer.fragments=2", f"outer.every_steps={2 * INNER_STEPS}", "model.layers=2"),
+}
+"""By name, more settings; a round has as many inner steps with each."""
 SAMPLES = f"{ROUNDS * BATCH * INNER_STEPS:,} samples in {ROUNDS} steps: none missing, none twice"
 
 
@@ -51,27 +69,40 @@ def hashes(folder: Path) -> dict[int, set[str]]:
     return found
 
 
-def _alone(run_file: Path, codec: str) -> Path:
+def _alone(run_file: Path, how: str) -> Path:
     """The folder of an undisturbed run, whose one worker computes all learners."""
-    folder = run_file.parent / f"outer-{codec}"
+    folder = run_file.parent / f"outer-{how}"
     if not folder.exists():
-        run = FollowedRun(folder, _train(run_file, folder, 1, codec))
+        run = FollowedRun(folder, _train(run_file, folder, 1, how))
         run.finish()
     return folder
 
 
-def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["none", "fragments"])
+def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "killed"
-    run = FollowedRun(folder, _train(run_file, folder, 2, "none"))
+    run = FollowedRun(folder, _train(run_file, folder, 2, how))
     run.until(lambda record: _is_done(record, 4))
     os.kill(run.pids[1], signal.SIGKILL)
     run.finish()
     assert len(run.events(WorkerLost)) == 1
-    _check(folder, _alone(run_file, "none"))
+    _check(folder, _alone(run_file, how))
     hosts = {(e.rank, tuple(e.learners)) for e in run.events(OuterRound) if e.step == ROUNDS}
     assert sum(len(learners) for _, learners in hosts) == LEARNERS
     assert "equal" in within("audit", "replay", folder, "--step", "2").succeeds().out
-    _check_plan(run_file, folder, run.events(OuterRound))
+    if how == "none":
+        _check_plan(run_file, folder, run.events(OuterRound))
+    else:
+        _check_bytes(folder, run.events(OuterRound))
+
+
+def _check_bytes(folder: Path, rounds: list[OuterRound]) -> None:
+    """Two rounds, with a fragment each, send together what one round without fragments does."""
+    sent = {e.step: e.sent_bytes for e in rounds if e.rank == 0 and e.step in (2, 3)}
+    values = values_of_change(open_run(folder).config)
+    (to_each,) = set(bytes_to_each(learner_shares(LEARNERS, 2), values, 0))
+    assert sum(sent.values()) == pytest.approx(to_each, rel=0.02)
+    assert max(sent.values()) < 0.55 * to_each
 
 
 def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
@@ -85,6 +116,27 @@ def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
     assert none["sent_bytes"] == max(to_each)
     assert 0 < plan["inner_step_s"] < 60
     assert all(cost["leaving_bytes"] < none["leaving_bytes"] for cost in coded)
+
+
+@pytest.mark.slow
+def test_a_worker_that_sends_a_wrong_change_is_named(run_file: Path, tmp_path: Path) -> None:
+    """It multiplies the change of one of its learners by -10, once. The round is applied without
+    that learner, and `holdfast explain` names the rank."""
+    folder, faults = tmp_path / "cheated", FaultOrders(tmp_path / "faults")
+    faults.prepare()
+    faults.arm(FaultOrder(1, "cheat", "wrong change", "changed", step=5, rank=1))
+    more = ("outer.trust.checks=1", f"cluster.faults={faults.folder}", "layout.workers=2")
+    run = FollowedRun(folder, start("train", run_file, f"folder={folder}", *SETTINGS, *more))
+    run.finish()
+    (out,) = run.events(ChangeLeftOut)
+    assert (out.step, out.rank, out.count) == (5, 1, 1)
+    verdicts = [event.verdict for event in run.events(LearnerChecked)]
+    assert sorted(verdicts) == ["differs"] + ["equal"] * (ROUNDS * LEARNERS - 1)
+    found = hashes(folder)
+    assert all(len(of_round) == 1 for of_round in found.values())
+    alone = hashes(_alone(run_file, "none"))
+    assert [step for step in found if found[step] == alone[step]] == [1, 2, 3, 4]
+    assert "rank 1 computed learner" in within("explain", folder).out
 
 
 def test_the_codec_of_auto_is_the_fastest_at_the_start_and_then_fixed(
@@ -103,7 +155,7 @@ def test_the_codec_of_auto_is_the_fastest_at_the_start_and_then_fixed(
         assert resolved["config"]["outer"]["codec"]["name"] == "int4"
 
 
-SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))
+SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "4"))
 
 
 @pytest.mark.slow
@@ -111,24 +163,24 @@ SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "3"))
 def test_any_schedule_of_losses_and_returns_has_the_same_rounds(
     run_file: Path, tmp_path: Path, seed: int
 ) -> None:
-    codec = ("none", "int4", "topk")[seed % 3]
+    how = list(HOWS)[seed % len(HOWS)]
     chooser, folder = random.Random(seed), tmp_path / "disturbed"
     points = sorted(chooser.sample(range(1, ROUNDS - 6), 4))
     leave_at = points.pop(chooser.randrange(len(points)))
     faults = {point: chooser.choice((signal.SIGKILL, signal.SIGSTOP)) for point in points}
     before = {point: fault for point, fault in faults.items() if point < leave_at}
     after = {point: fault for point, fault in faults.items() if point > leave_at}
-    _disturb(run_file, folder, codec, chooser, before, leave_at).succeeds()
-    _disturb(run_file, folder, codec, chooser, after, None).succeeds()
+    _disturb(run_file, folder, how, chooser, before, leave_at).succeeds()
+    _disturb(run_file, folder, how, chooser, after, None).succeeds()
     lost = [r.event for r in read_journal(FolderStore(folder)) if isinstance(r.event, WorkerLost)]
     assert len(lost) >= len(faults)
-    _check(folder, _alone(run_file, codec))
+    _check(folder, _alone(run_file, how))
 
 
 def _disturb(
     run_file: Path,
     folder: Path,
-    codec: str,
+    how: str,
     chooser: random.Random,
     faults: dict[int, signal.Signals],
     leave_at: int | None,
@@ -136,7 +188,7 @@ def _disturb(
     """Train with a number of workers that is drawn, and hit one of them after each of some
     rounds."""
     before = len(read_journal(FolderStore(folder))) if folder.exists() else 0
-    process = _train(run_file, folder, chooser.choice((1, 2, 3)), codec)
+    process = _train(run_file, folder, chooser.choice((1, 2, 3)), how)
     run, due, pids, hit = FollowedRun(folder, process), dict(faults), dict[int, int](), 0
     for record in islice(run.records(), before, None):
         event = record.event
@@ -163,8 +215,8 @@ def _disturb(
     return ended
 
 
-def _train(run_file: Path, folder: Path, workers: int, codec: str) -> subprocess.Popen[str]:
-    more = f"layout.workers={workers}", f"outer.codec.name={codec}"
+def _train(run_file: Path, folder: Path, workers: int, how: str) -> subprocess.Popen[str]:
+    more = f"layout.workers={workers}", *HOWS[how]
     return start("train", run_file, f"folder={folder}", *SETTINGS, *more)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.data.lineage import split_effective
-from holdfast.events import ServerUpdates, UpdatesAdapted, WorkerLost
+from holdfast.events import GenerationStarted, ServerUpdates, UpdatesAdapted, WorkerLost
 from holdfast.policy.server_updates import UpdateRule
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
@@ -94,6 +94,7 @@ def test_a_disturbed_run_stays_in_bounds_and_can_be_replayed(
     os.kill(run.pids[2], signal.SIGKILL)
     run.finish()
     assert len(run.events(WorkerLost)) == 1
+    assert run.events(GenerationStarted)[-1].step >= 3, "no checkpoint was made, and no step lost"
     stale = _check_updates(folder, STEPS, BATCH, 1 if mode == "bounded_stale" else 2)
     assert stale or mode == "switching"
     samples = f"{STEPS * BATCH:,} samples in {STEPS} steps: none missing, none twice"

@@ -264,11 +264,21 @@ class RunConfig(Section):
         if not outer.is_on:
             return
         key = f"outer.learners {outer.learners}"
+        if outer.trust.checks and self.layout.workers == 1:
+            yield (
+                "outer.trust.checks needs another worker, and layout.workers is 1: use "
+                "layout.workers 2, or checks 0"
+            )
         if train.batch_size % outer.learners:
             best = max(1, round(train.batch_size / outer.learners)) * outer.learners
             yield (
                 f"{key} do not divide train.batch_size {train.batch_size}, the samples of an inner "
                 f"step over all learners: use train.batch_size {best}"
+            )
+        if outer.fragments > self.model.layers:
+            yield (
+                f"outer.fragments {outer.fragments} are more than the {self.model.layers} blocks "
+                f"of the model: use outer.fragments {self.model.layers}"
             )
         share = train.batch_size // outer.learners
         if train.microbatch_size and share % train.microbatch_size:
@@ -360,7 +370,7 @@ class RunConfig(Section):
         outer, train = self.outer, self.train
         if not outer.is_on:
             return train
-        samples, update = train.batch_size * outer.every_steps, outer.optimizer
+        samples, update = train.batch_size * outer.inner_steps, outer.optimizer
         applied = OptimizerConfig(
             name="sgd",
             learning_rate=update.learning_rate,
@@ -381,7 +391,7 @@ class RunConfig(Section):
     def inner_train(self) -> TrainConfig:
         """`train` as the rate sees it. With learners, its schedule counts inner steps, so that the
         rate follows the samples and not the rounds."""
-        train, every = self.train, self.outer.every_steps
+        train, every = self.train, self.outer.inner_steps
         if not self.outer.is_on:
             return train
         keys = ("steps", "warmup_steps", "decay_steps")

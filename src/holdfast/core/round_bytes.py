@@ -6,6 +6,9 @@ a prediction and the counter of the event `outer_round` differ by rounding alone
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from math import prod
+
 from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, maximal_subtrees
 
 BLOCK = 256  # values with one scale
@@ -26,6 +29,20 @@ def payload_bytes(codec: str, share: float, values: int) -> int:
     if codec == "topk":
         return runs_of(values, CHUNK) * kept_of(share) * 4
     raise ValueError(f"no codec {codec!r}")
+
+
+def low_rank_bytes(shapes: Iterable[Sequence[int]], rank: int) -> int:
+    """Return the bytes of one change that `powersgd` coded. shapes: of the tensors."""
+    return sum(
+        2 * rank * (shape[0] + prod(shape[1:])) if is_factored(shape, rank) else 2 * prod(shape)
+        for shape in shapes
+    )
+
+
+def is_factored(shape: Sequence[int], rank: int) -> bool:
+    """Return True if `powersgd` sends two factors of a tensor: they are shorter than it."""
+    n, m = prod(shape[:1]), prod(shape[1:])
+    return len(shape) > 1 and rank * (n + m) < n * m
 
 
 def kept_of(share: float) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -51,8 +51,9 @@ class MixSearch(Search):
 
     @property
     def identity(self) -> str:
-        """As of each search. A mixture does not depend on how many trials are side by side."""
-        return self.model_copy(update={"parallel": 1}).search_identity
+        """As of each search. A random mixture depends neither on how many trials are
+        side by side nor on `max_passes`."""
+        return self.model_copy(update={"parallel": 1, "max_passes": None}).search_identity
 
     @cached_property
     def names(self) -> list[str]:
@@ -228,6 +229,13 @@ class MixRunner(SearchRunner):
     def _require(self) -> None:
         """Do nothing: no package beyond the core's is used."""
 
+    def _begin_together(self, lock: TextIO) -> int:
+        """As of each search. Raises ConfigError if no mixture is within `max_passes`."""
+        code = super()._begin_together(lock)
+        if code == 0:
+            _ = self._search.limits
+        return code
+
     def _seen(self, number: int) -> list[Trial] | None:
         """Return what a trial waits for: the last one waits for all of them."""
         if number < self._search.last:
@@ -260,7 +268,13 @@ class MixRunner(SearchRunner):
             for n, each in shares.items()
             if all(s <= limit + 1e-9 for s, limit in zip(each, search.limits, strict=True))
         ]
-        best = min(allowed or [OWN], key=lambda n: (values[n], n))
+        if not allowed:
+            raise RunFolderError(
+                f"no trial is within {search.max_passes:g} passes over each source",
+                where=search.folder,
+                remedy="ask for one more with --trials, or for more with --max-passes",
+            )
+        best = min(allowed, key=lambda n: (values[n], n))
         check = [[of[n] for n in unseen] for of in (guess, values)]
         passes = [share * n for share, n in zip(shares[best], search.passes, strict=True)]
         names = search.names

@@ -21,6 +21,12 @@ from tests.support.tiny_training import tiny
         ({"train__keep_zeros": True}, "train.keep_zeros"),
         ({"objective__kind": "dpo"}, "objective.kind dpo"),
         ({"outer__average": "krum", "outer__faulty": 2}, "faulty 2 of learners 3"),
+        ({"outer__trust": {"norm": 0.5}}, "norm 0.5"),
+        ({"outer__trust": {"checks": 0.1}, "layout__workers": 1}, "another worker"),
+        (
+            {"outer__trust": {"norm": 3.0}, "outer__average": "token_weighted"},
+            "token_weighted does not leave out",
+        ),
         ({"outer__optimizer": {"momentum": 0}}, "Nesterov"),
         ({"outer__mode": "free"}, "use average token_weighted"),
         (

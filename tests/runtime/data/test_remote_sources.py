@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
+import boto3  # comes with moto
 import pytest
 
 from holdfast.config.sections.data import DataConfig
@@ -96,6 +97,25 @@ def test_the_address_of_one_object_is_a_source(texts: Path, there: str, tmp_path
     address, _, options = there.partition("?")
     config = config_of(f"{address}/003.txt?{options}", tmp_path)
     assert make(config).streams("train")[0].documents == 1
+
+
+def test_folders_of_a_web_console_are_no_objects(texts: Path, there: str, tmp_path: Path) -> None:
+    """They are empty objects, whose names end in a slash."""
+    address, _, options = there.partition("?")
+    outer = f"{address.rpartition('/')[0]}/x?{options}"
+    host, port = s3.server()
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
+    prefix = parse_location(outer).prefix
+    for name in ("", "deep/", "nothing/"):
+        client.put_object(Bucket=s3.BUCKET, Key=f"{prefix}/{name}", Body=b"")
+    put(outer, "deep/a.txt", (texts / "003.txt").read_bytes())
+    (source,) = fetch_sources(config_of(outer, tmp_path), lambda _: None, lambda *_: None)
+    assert list(tree(Path(str(source.place)))) == ["deep/a.txt"]
+
+
+def test_other_options_of_an_address_are_the_same_source(there: str, tmp_path: Path) -> None:
+    made = make(config_of(there, tmp_path))
+    assert make(config_of(f"{there}&timeout=9", tmp_path)).version == made.version
 
 
 @pytest.mark.parametrize(

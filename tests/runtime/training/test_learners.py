@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from holdfast.config.run import RunConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.core.sharding.fragments import fragment_of
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from tests.support.ranks import RankContext, rank_values, wait_until
@@ -19,6 +22,7 @@ from tests.support.tiny_training import Fed, engine, feed, one_step, tiny, train
 
 ROUNDS = 3
 LEARNERS: dict[str, Any] = {"learners": 3, "every_steps": 2}
+FRAGMENTS: dict[str, Any] = {"every_steps": 4, "fragments": 2}
 
 
 def _weights(made: StepEngine) -> str:
@@ -51,8 +55,14 @@ def _rounds(rank: RankContext, **changes: Any) -> list[str]:
         {"outer": LEARNERS, "train__optimizer": {"name": "muon", "clip_norm": 0.05}},
         {"outer": LEARNERS | {"codec": {"name": "int4"}}},
         {"outer": LEARNERS | {"average": "median"}},
+        {"outer": LEARNERS | {"codec": {"name": "powersgd", "rank": 2}}},
         {"outer": LEARNERS | {"average": "rda", "codec": {"name": "int2"}}},
         {"outer": LEARNERS | {"codec": {"name": "topk", "share": 0.1}}},
+        {"outer": LEARNERS | FRAGMENTS},
+        {
+            "outer": LEARNERS | FRAGMENTS | {"codec": {"name": "int4"}, "average": "rda"},
+            "train__precision": "bf16",
+        },
     ],
 )
 def test_a_round_has_the_same_bits_for_any_number_of_workers(changes: dict[str, Any]) -> None:
@@ -100,20 +110,24 @@ def test_learners_of_one_inner_step_are_data_parallelism() -> None:
     assert difference < 1e-12
 
 
-def _one_learner(rank: RankContext) -> float:
-    """One learner whose change is applied as it is takes the steps of a run without rounds."""
+def _one_learner(rank: RankContext, fragments: int = 1) -> float:
+    """One learner whose change is applied as it is takes the steps of a run without rounds. With
+    fragments, each has the values of the round that exchanged it last."""
     every, shared = 2, {"train__precision": "float64", "train__batch_size": 4}
     schedule = {"kind": "linear", "warmup_steps": 4}
     steps = {"train__steps": ROUNDS * every, "train__schedule": schedule}
     plain = _alone(tiny(**steps, **shared), rank, "plain")
     outer = {
         "outer__learners": 1,
-        "outer__every_steps": every,
+        "outer__every_steps": every * fragments,
+        "outer__fragments": fragments,
         "outer__optimizer": {"name": "sgd", "learning_rate": 1.0},
         "train__steps": ROUNDS,
         "train__schedule": schedule | {"warmup_steps": 4 // every},
     }
     learner = _alone(tiny(**outer, **shared), rank, "learner")
+    number_of = fragment_of(learner.parameters.table, fragments)
+    exchanged: dict[str, torch.Tensor] = {}
     for number in range(1, ROUNDS + 1):
         first = (number - 1) * every + 1
         for step in range(first, first + every):
@@ -122,8 +136,16 @@ def _one_learner(rank: RankContext) -> float:
         learner.begin(number)
         learner.compute([_joined(fed)])
         learner.apply(learner.reduce())
+        exchanged |= {
+            row.name: tensor.clone()
+            for row, tensor in zip(
+                plain.parameters.table, plain.parameters.master_tensors, strict=True
+            )
+            if number_of[row.name] == (number - 1) % fragments
+        }
     assert learner.shown_rate(ROUNDS) == plain.learning_rate(ROUNDS * every)
-    return _difference(plain, learner)
+    pairs = zip(learner.parameters.table, learner.parameters.master_tensors, strict=True)
+    return max(float((exchanged[row.name] - tensor).abs().max()) for row, tensor in pairs)
 
 
 def _joined(fed: list[Fed]) -> Fed:
@@ -133,9 +155,21 @@ def _joined(fed: list[Fed]) -> Fed:
     return replace(fed[0], inputs=inputs, targets=targets, tokens=sum(one.tokens for one in fed))
 
 
-def test_one_learner_takes_the_steps_of_a_run_without_rounds() -> None:
-    (difference,) = rank_values(_one_learner, 1)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_one_learner_takes_the_steps_of_a_run_without_rounds(fragments: int) -> None:
+    (difference,) = rank_values(_one_learner, 1, {"fragments": fragments})
     assert difference < 1e-12
+
+
+def test_fragments_are_even_and_keep_blocks_together() -> None:
+    rows = decoder_parameters(ModelConfig.model_validate({"preset": "small", "layers": 24}))
+    found = fragment_of(rows, 4)
+    sizes = [sum(row.size for row in rows if found[row.name] == number) for number in range(4)]
+    assert max(sizes) <= 1.1 * sum(sizes) / 4
+    blocks = {name.split(".")[1]: number for name, number in found.items() if "layers." in name}
+    assert all(
+        number == blocks[name.split(".")[1]] for name, number in found.items() if "layers." in name
+    )
 
 
 FREE = LEARNERS | {"every_steps": 4, "mode": "free", "average": "token_weighted"}

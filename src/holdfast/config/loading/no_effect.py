@@ -291,7 +291,9 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     if outer.is_on:
         rules += [
             ("outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"),
+            ("outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"),
             ("outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"),
+            ("outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"),
             *((f"outer.free.{n}", not outer.is_free, "outer.mode fixed") for n in free),
             ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
         ]

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from holdfast.config.sections.base import Never, Section
+from holdfast.config.sections.outer_trust import OuterTrustConfig
 from holdfast.errors import ConfigError
 
 Average = Literal[
@@ -48,11 +49,14 @@ class OuterOptimizerConfig(Section):
 class OuterCodecConfig(Section):
     """How the change of a learner's weights is coded for its way to the other workers."""
 
-    name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk"]] = "none"
+    name: Never[Literal["auto", "none", "bf16", "int8", "int4", "int2", "topk", "powersgd"]] = (
+        "none"
+    )
     """none: sums travel in fp32. int8, int4: blocks of 256 values with one scale. int2: with two
-    magnitudes. topk: the largest values of each 4,096. A coded change goes to each worker. auto: a
-    start measures none, bf16, int8 and int4 and keeps the one with the shortest round by
-    cluster.sites"""
+    magnitudes. topk: the largest values of each 4,096. powersgd: two thin factors of each matrix. A
+    coded change goes to each worker. auto: a start measures none, bf16, int8 and int4 and keeps the
+    one with the shortest round by cluster.sites"""
+    rank: Never[int] = Field(4, ge=1, le=1024, description="powersgd: columns of a factor")
     share: Never[float] = Field(
         0.01, gt=0, le=1, description="topk: part of the values that is sent"
     )
@@ -97,6 +101,9 @@ class OuterConfig(Section):
     workers exchange gradients in each step"""
     every_steps: Never[int] = Field(30, ge=1, le=10**6)
     """inner steps of a learner in a round"""
+    fragments: Never[int] = Field(1, ge=1, le=4096)
+    """parts of the weights, of which each round exchanges one in turn. A round then has
+    every_steps / fragments inner steps, and each part is exchanged once in every_steps"""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     average: Never[Average] = "mean"
     """of the learners' changes. mean: each counts once; token_weighted: by the tokens of its round.
@@ -105,6 +112,7 @@ class OuterConfig(Section):
     faulty: Never[int] = Field(1, ge=0)
     """trimmed_mean, krum, multi_krum: learners that may be wrong"""
     codec: OuterCodecConfig = OuterCodecConfig()
+    trust: OuterTrustConfig = OuterTrustConfig()
     mode: Never[Literal["fixed", "free"]] = "fixed"
     """fixed: each round has all learners. free: a round closes without learners that are late. This
     gives up promise 1: the curve depends on who was late. The journal has a ledger, from which
@@ -115,6 +123,11 @@ class OuterConfig(Section):
     def is_on(self) -> bool:
         """Return True if the run has learners."""
         return self.learners > 0
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of a round."""
+        return self.every_steps // self.fragments
 
     def refuse_one_state(self, what: str, where: str, remedy: str) -> None:
         """Raises ConfigError for a run with learners. what: it holds the state of one optimizer."""
@@ -127,9 +140,14 @@ class OuterConfig(Section):
             )
 
     @property
+    def is_sum(self) -> bool:
+        """Return True if `average` can be made of the sum of all changes."""
+        return self.average in ("mean", "token_weighted")
+
+    @property
     def needs_all(self) -> bool:
-        """Return True if `average` takes each change, and not only the sum of all."""
-        return self.average not in ("mean", "token_weighted")
+        """Return True if a round takes each change, and not only the sum of all."""
+        return not self.is_sum or self.trust.is_on
 
     @property
     def counts_faulty(self) -> bool:
@@ -152,12 +170,26 @@ class OuterConfig(Section):
         return self.free.quorum or self.learners // 2 + 1
 
     def broken_rules(self) -> Iterator[str]:
+        if self.is_on and self.every_steps % self.fragments:
+            good = max(1, round(self.every_steps / self.fragments)) * self.fragments
+            yield (
+                f"fragments {self.fragments} do not divide every_steps {self.every_steps}: use "
+                f"every_steps {good}"
+            )
         if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:
             yield (
                 f"faulty {self.faulty} of learners {self.learners} are no minority: use faulty "
                 f"{(self.learners - 1) // 2}"
             )
-
+        if self.is_free and self.fragments > 1:
+            yield f"fragments {self.fragments} have not been built for mode free: use fragments 1"
+        if self.is_on and self.trust.is_on and self.average == "token_weighted":
+            yield "average token_weighted does not leave out changes: use average mean, or no trust"
+        if self.fragments > 1:
+            if self.codec.name == "powersgd":
+                yield "codec.name powersgd has not been built for fragments: use fragments 1"
+            if self.is_on and self.trust.is_on:
+                yield "trust has not been built for fragments: use fragments 1, or no trust"
         if self.is_free and self.average != "token_weighted":
             yield (
                 f"mode free weighs learners by the tokens that they read, and average is "
@@ -175,7 +207,7 @@ class OuterConfig(Section):
         if not self.is_on:
             return
         yield (
-            f"outer.learners {self.learners}: a step is a round of {self.every_steps} inner steps; "
+            f"outer.learners {self.learners}: a step is a round of {self.inner_steps} inner steps; "
             "the curve is another one than that of workers that exchange in each step"
         )
         if self.is_free:

@@ -20,6 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from holdfast.core.sharding.adapters import adapter_shardings, lora_parameters
+from holdfast.core.sharding.fragments import cut_cells
 from holdfast.core.sharding.optimizer_state import optimizer_rows, velocity_rows
 from holdfast.core.sharding.parameters import Own, Parameter, balanced_rows, decoder_parameters
 from holdfast.core.sharding.pipeline_stages import BlockCosts, block_costs
@@ -28,7 +29,9 @@ from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
     ADAPTATION_ROW,
     ERROR_PREFIX,
+    REFUSED_ROW,
     STATE_DTYPE,
+    WEIGHTS_PREFIX,
     StateTable,
     TensorSpec,
     lagged_policy_rows,
@@ -137,7 +140,11 @@ def run_state_table(config: RunConfig) -> StateTable:
         kept = tuple(chain(*optimizer_rows(train.optimizer, parameters)))
         if config.outer.codec.keeps_error:
             kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
+        if config.outer.fragments > 1:
+            kept += tuple(replace(row, name=WEIGHTS_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
+        if config.outer.trust.is_on:
+            rows += (TensorSpec(REFUSED_ROW, "I64", (config.outer.learners,)),)
     if config.server.is_on:
         rows += (ADAPTATION_ROW,)
     if config.layout.keeps_velocity:
@@ -158,7 +165,10 @@ def run_cells(config: RunConfig, topology: Topology, rank: int) -> tuple[Cell, .
             GradientRow(spec, gradient_is_partial(cut, sequence_parallel=False), not row.merge)
             for spec, row, cut in zip(*found, strict=True)
         ]
-    return cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
+    cells = cells_of_rows(topology, rows, rank, zero=layout.zero_in_memory)
+    if (fragments := config.outer.fragments) > 1:
+        return cut_cells(cells, run_parameters(config), fragments)
+    return cells
 
 
 def count_blocks(config: RunConfig) -> int:

@@ -13,6 +13,7 @@ from array import array
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import yaml
 from xxhash import xxh3_128
@@ -32,6 +33,7 @@ from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.source_files import TOKEN_KIND
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
 from holdfast.data.stream.dataset import MANIFEST, Dataset, with_recipe_checksum
+from holdfast.data.stream.dataset_location import is_address
 from holdfast.errors import DataError
 
 COMPARED_BYTES = 64 << 20
@@ -154,6 +156,8 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         path, place = dataset.source_paths[index], dataset.source_places[index]
         if source.path == path or (place is not None and _real_place(source) == place):
             continue
+        if is_address(source.path or "") and _bucket(source.path) == _bucket(path):
+            continue  # only how the address is reached differs
         chat = read_chat_format(config)
         if not _holds_the_same(dataset, config, index, chat):
             raise DataError(
@@ -162,6 +166,12 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
                 where=dataset.place,
                 remedy="name another data.folder, or remove this one",
             )
+
+
+def _bucket(address: str | None) -> tuple[str, list[str]]:
+    """Return an address without its options, and the endpoint, which is another service's."""
+    where, _, options = (address or "").partition("?")
+    return where, parse_qs(options).get("endpoint", [])
 
 
 def _check_stages_match(dataset: Dataset, wanted: dict[str, Any]) -> None:

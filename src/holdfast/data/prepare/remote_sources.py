@@ -61,7 +61,7 @@ def _fetch(location: str, key: str, root: Path, progress: Callable[[str, int, in
         remedy = "write the path alone" if parsed.scheme == "file" else "leave it out"
         raise DataError(f"the address of a source {what}", where=key, remedy=remedy)
     objects, name = open_objects(parsed), ""
-    versions = objects.versions("")
+    versions = _without_markers(objects)
     if not versions and parsed.prefix:  # the address of one object
         parent, _, name = parsed.prefix.rpartition("/")
         objects = open_objects(replace(parsed, prefix=parent))
@@ -78,6 +78,16 @@ def _fetch(location: str, key: str, root: Path, progress: Callable[[str, int, in
                 where=parsed.where,
                 remedy="give it another name",
             )
+    names = {each.path for each in versions}
+    for each in versions:
+        parts = each.path.split("/")
+        above = names & {"/".join(parts[:end]) for end in range(1, len(parts))}
+        if above:
+            raise DataError(
+                f"the object {min(above)!r} would be a file and the folder of {each.path!r}",
+                where=parsed.where,
+                remedy="give it another name",
+            )
     folder = root / "sources" / xxh3_128_hexdigest(parsed.where.encode())
     with explain_cache_errors(folder):
         (folder / "files").mkdir(parents=True, exist_ok=True)
@@ -85,6 +95,22 @@ def _fetch(location: str, key: str, root: Path, progress: Callable[[str, int, in
             fcntl.flock(lock, fcntl.LOCK_EX)
             _update(objects, versions, folder, progress)
     return folder / "files" / name
+
+
+def _without_markers(objects: Objects) -> list[ObjectVersion]:
+    """Return all objects but the empty ones with a name that ends in a slash: web consoles write
+    these as folders. A listing has their names without the slash, under which no object is."""
+    found = []
+    for each in objects.versions(""):
+        if not each.size:
+            if not each.path:
+                continue
+            try:
+                objects.version(each.path)
+            except MissingKeyError:
+                continue
+        found.append(each)
+    return found
 
 
 def _update(
@@ -100,6 +126,9 @@ def _update(
         known = complete.get(path.relative_to(files).as_posix())
         if known is None or known != wanted.get(known.path) or path.stat().st_size != known.size:
             path.unlink()
+    for path in sorted((path for path in files.rglob("*") if path.is_dir()), reverse=True):
+        if not any(path.iterdir()):
+            path.rmdir()
     missing = [each for each in versions if not (files / each.path).is_file()]
     done, lock = len(versions) - len(missing), threading.Lock()
     progress("fetching", done, len(versions))

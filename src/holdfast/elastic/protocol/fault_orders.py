@@ -28,6 +28,7 @@ FAULT_POINTS: dict[str, str] = {
     "forward": "before the first microbatch",
     "backward": "a gradient has just come out of a backward pass",
     "sending": "before something is handed to another stage of the pipeline",
+    "changed": "a learner of `outer` has computed its change",
     "computed": "all microbatches are computed, not everything is reduced",
     "reduced": "the complete gradient is held, and not voted on",
     "voted": "every vote is heard, and nothing is applied",

@@ -105,6 +105,8 @@ class FaultInjector:
                     libc.sleep(3600)
             case "not finite":
                 gradient.view(-1)[0] = float("nan")
+            case "wrong change":
+                gradient.mul_(-10)
             case "corrupt state":
                 first = self._worker.held_session.current.engine.state()[0].tensor.detach()
                 first.view(torch.uint8).view(-1)[0] ^= 1
@@ -179,6 +181,7 @@ def install_faults(worker: Any, folder: Path) -> None:
     from holdfast.parallel.pipeline.pipeline import PipelineRun
     from holdfast.tasks.task.module import TaskObjective
     from holdfast.training.engine import engine
+    from holdfast.training.engine.learners import LearnerExecutor
     from holdfast.training.engine.objective import NextTokenObjective
     from holdfast.training.optimizers.optimizer import AdamW
     from holdfast.training.optimizers.torch_optimizer import OptimizerParts
@@ -223,6 +226,15 @@ def install_faults(worker: Any, folder: Path) -> None:
         return batch
 
     loading.__next__ = gated
+    learners: Any = LearnerExecutor
+    plain_changes = learners._changes
+
+    def changes(made: Any, *rest: Any) -> Any:
+        found = plain_changes(made, *rest)
+        under.reached("changed", made.step(), found[0])
+        return found
+
+    learners._changes = changes
     for objective in (NextTokenObjective, TaskObjective):
         _corrupt_losses(objective, under)
 

@@ -66,7 +66,7 @@ def branch_command(folder: Path, stored: Mapping[str, Any], config: RunConfig) -
         return "", ""
     at, after = steps[0], config.inner_train
     # With learners, a step of the run is a round of many inner steps, which the rate follows.
-    every = config.outer.every_steps if config.outer.is_on else 1
+    every = config.outer.inner_steps if config.outer.is_on else 1
     before: TrainConfig | None = None
     with suppress(ValidationError):
         before = RunConfig.model_validate(drop_unknown_keys(dict(stored))).inner_train

@@ -101,6 +101,12 @@ def model_of(
     whose journal gives them. Raises UserError."""
     config = loaded.config
     workers, learners = sum(site.workers for site in sites), config.outer.learners
+    if (fragments := config.outer.fragments) > 1:
+        raise ConfigError(
+            f"the prediction of a round knows no fragments, and outer.fragments is {fragments}",
+            where=loaded.where("outer.fragments"),
+            remedy="predict with outer.fragments=1; a fragment then takes its part of the bytes",
+        )
     if workers > learners:
         raise ConfigError(
             f"the sites have {workers} workers, and outer.learners is {learners}",
@@ -149,7 +155,7 @@ def _measured_times(path: Path) -> tuple[float, float]:
     """Seconds of one inner step of one learner, and of a round without computing, codec and
     exchange: the medians of a run. Raises RunFolderError, ConfigError."""
     run = open_run(path)
-    every = run.config.outer.every_steps
+    every = run.config.outer.inner_steps
     effective, _ = split_effective(read_journal(run.store))
     rounds = [r.event for r in effective if isinstance(r.event, OuterRound) and r.event.inner_s]
     done = {r.event.step: r.event for r in effective if isinstance(r.event, StepDone)}

@@ -71,6 +71,7 @@ class GradientFeeder:
         self._cells, self._by_unit, self._fast = [cell for cell, _ in cells], by_unit, fast
         self._error: Exception | None = None
         self.reducers: list[Reducer] = []
+        self.open_reducers = self.reducers  # those that take part in a step
         self._launcher = GatheredLauncher()
         arranged: list[list[Box]] = []
         make_reducer = partial(
@@ -116,7 +117,7 @@ class GradientFeeder:
         for peers in self._peers:
             peers.forget_sends()
         self._launcher.reset()
-        for reducer in self.reducers:
+        for reducer in self.open_reducers:
             reducer.begin(leaves, shares, computed)
         self._launcher.start()
         self._spread_errors()
@@ -135,12 +136,12 @@ class GradientFeeder:
     @property
     def is_summed(self) -> bool:
         """Return True if something of the open step was summed."""
-        return any(reducer.is_summed for reducer in self.reducers)
+        return any(reducer.is_summed for reducer in self.open_reducers)
 
     @property
     def is_finite(self) -> bool:
         """Return True if all that this rank has added to the sums of the open step was finite."""
-        return all(reducer.is_finite for reducer in self.reducers)
+        return all(reducer.is_finite for reducer in self.open_reducers)
 
     def keep(self, share: Sequence[int]) -> None:
         """Let what was `computed_leaves` of the share that was begun be part of the step begun
@@ -170,7 +171,7 @@ class GradientFeeder:
 
     def finish(self) -> None:
         """Return when `gradients` hold the full sum. Raises PeerLostError when they cannot."""
-        for reducer in self.reducers:
+        for reducer in self.open_reducers:
             reducer.join()
         self._raise_stored()
         self.placement.fill_results()
@@ -197,13 +198,13 @@ class GradientFeeder:
 
     def _raise_stored(self) -> None:
         """Raise the first stored error, as PeerLostError where a connection broke."""
-        for reducer in self.reducers:
+        for reducer in self.open_reducers:
             reducer.check()
 
     def fail(self, error: Exception) -> None:
         """Give the step up in all cells: who waits is woken, here and at the peers."""
         self._error = self._error or error
-        for reducer in self.reducers:
+        for reducer in self.open_reducers:
             reducer.fail(error)
 
     def _spread_errors(self) -> None:
@@ -221,7 +222,10 @@ class GradientFeeder:
 
     def squared_norm(self) -> float:
         """The sum of squares of what this rank answers for; see `total_of_squares`."""
-        counted, rest = ([self.reducers[i].gradient for i in cells] for cells in self._norm_cells)
+        counted, rest = (
+            [r.gradient for i in cells if (r := self.reducers[i]) in self.open_reducers]
+            for cells in self._norm_cells
+        )
         return total_of_squares(counted, rest, self.device)
 
     # --- a leaf ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ size, so no lengths travel.
     int2   blocks of `BLOCK` values with two bf16 magnitudes: a sign and a choice of magnitude, a
            quarter of a byte. A value at or above the block's root mean square takes the larger one.
            Each is the mean of the magnitudes that it stands for
+    powersgd  two thin factors of each matrix (`low_rank.py`)
     topk   of each chunk of `CHUNK` values the largest `share`, as index and bf16: 4 bytes for each
            that is kept. The rest is 0
 
@@ -20,7 +21,7 @@ Stich et al., 2018).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from holdfast.core.round_bytes import BLOCK, CHUNK, kept_of, payload_bytes, runs_of
+from holdfast.core.round_bytes import BLOCK, CHUNK, kept_of, low_rank_bytes, payload_bytes, runs_of
+from holdfast.parallel.outer.low_rank import decode_factors, encode_factors
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,16 @@ class Codec:
     decode: Callable[[Tensor, int], Tensor]
 
 
-def make_codec(name: str, share: float) -> Codec:
-    """Return the codec that the run file names. share: of the values that `topk` keeps. Raises
+def make_codec(
+    name: str, share: float, shapes: Sequence[Sequence[int]] = (), rank: int = 1
+) -> Codec:
+    """Return the codec that the run file names. share: of the values that `topk` keeps.
+    shapes, rank: of the tensors of a change, and of their factors, for `powersgd`. Raises
     ValueError for an unknown name."""
+    if name == "powersgd":
+        encode = partial(encode_factors, shapes, rank)
+        decode = partial(decode_factors, shapes, rank)
+        return Codec(lambda n: low_rank_bytes(shapes, rank), encode, decode)
     size = partial(payload_bytes, name, share)
     if name == "none":
         return Codec(size, _bytes, lambda payload, n: payload.view(torch.float32))

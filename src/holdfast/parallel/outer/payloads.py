@@ -61,19 +61,24 @@ class PayloadRound:
         """Return the payloads of these learners, or of all. Raises PeerLostError."""
         wanted = self._payloads.keys() if learners is None else learners
         receipts = [self._receipts.pop(k) for k in sorted(wanted) if k in self._receipts]
-        if receipts:
-
-            def receive(errand: AbortableWait) -> None:
-                for receipt in receipts:
-                    errand.wait(receipt)
-
-            wait = AbortableWait(receive, "payloads")
-            self._peers.start_wait(wait)
-            try:
-                self._peers.join_wait(wait)
-            except RuntimeError as error:
-                raise lost_while_exchanged(error) from error
+        receive_all(self._peers, receipts)
         return {learner: self._payloads[learner] for learner in wanted}
+
+
+def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
+    """Wait until these messages have arrived. Raises PeerLostError."""
+
+    def receive(errand: AbortableWait) -> None:
+        for receipt in receipts:
+            errand.wait(receipt)
+
+    if receipts:
+        wait = AbortableWait(receive, "payloads")
+        peers.start_wait(wait)
+        try:
+            peers.join_wait(wait)
+        except RuntimeError as error:
+            raise lost_while_exchanged(error) from error
 
 
 def lost_while_exchanged(error: RuntimeError) -> PeerLostError:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from holdfast.events import (
     Blamed,
+    ChangeLeftOut,
     CheckpointRejected,
     GenerationStarted,
     NonFinite,
@@ -72,6 +73,17 @@ def explain_bad_steps(story: GenerationStory) -> Iterator[Finding]:
         cause = f"the loss of step {end.step + 1} jumped."
         evidence = [evidence_of(story.end, end.cause or end.reason)]
         yield make_finding(story, Mode.DIVERGENCE, cause, None, story.end, tuple(evidence))
+    refused: dict[int, list[tuple[Record, ChangeLeftOut]]] = {}
+    for record, change in story.of(ChangeLeftOut):
+        refused.setdefault(change.rank, []).append((record, change))
+    for culprit, changes in refused.items():
+        record, first = changes[0]
+        cause = (
+            f"rank {culprit} computed learner {first.learner} wrongly in round {first.step}: "
+            f"{first.reason}. {len(changes)} of its changes were left out."
+        )
+        proof = tuple(evidence_of(r, f"learner {c.learner}: {c.reason}") for r, c in changes[:3])
+        yield make_finding(story, Mode.DIVERGENCE, cause, culprit, record, proof, node=first.node)
     for record, differs in story.of(StateDiffers):
         names = ", ".join(map(str, differs.ranks))
         cause = f"after step {differs.step} rank {names} held other values than the rest."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.memory import DEVICE
 from holdfast.core.devices import device_kind, run_device_kind
 from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.fragments import fragment_of
 from holdfast.core.sharding.parameters import Parameter
 from holdfast.core.sharding.reduction_tree import deal
 from holdfast.core.sharding.run_table import run_cells, run_parameter_table, run_parameters
@@ -41,10 +42,12 @@ from holdfast.parallel.torch_compat import (
     local_tensor,
     place_shards,
 )
+from holdfast.training.engine.checked_learners import CheckedLearners
 from holdfast.training.engine.engine import GradientFeed, StepEngine
 from holdfast.training.engine.evaluate import Evaluator
+from holdfast.training.engine.fragments import FragmentGradients
 from holdfast.training.engine.free_learners import FreeLearnerExecutor
-from holdfast.training.engine.learners import GradientsOfAll, LearnerExecutor
+from holdfast.training.engine.learners import FragmentsOfAll, GradientsOfAll, LearnerExecutor
 from holdfast.training.engine.loss_scale import LossScale
 from holdfast.training.engine.objective import NextTokenObjective
 from holdfast.training.engine.precision import Precision
@@ -86,6 +89,13 @@ class TrainingSession:
             device=self.device,
         )
 
+    def microbatch(self, step: int, index: int) -> Any:
+        """One microbatch of a step, whichever rank has it in its share."""
+        steps = {"first_step": step, "last_step": step}
+        whole = {"part": 0, "parts": 1, "device": self.device}
+        with self.task.loader(self.batches, lambda _: (index,), **steps, **whole) as loader:
+            return next(loader).microbatches[0]
+
     def close(self) -> None:
         """Leave the generation in an orderly way."""
         self.engine.close()
@@ -125,7 +135,10 @@ def make_session(
     groups = engine.groups
     validation = task.validation(batches, config.train.evaluate.samples)
     evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
-    return TrainingSession(config, engine, evaluator, groups, device, batches, task)
+    session = TrainingSession(config, engine, evaluator, groups, device, batches, task)
+    if isinstance(engine.learners, CheckedLearners):
+        engine.learners.fetch = session.microbatch
+    return session
 
 
 def build_engine(
@@ -163,7 +176,9 @@ def build_engine(
     if config.outer.is_on:
         inner, working = _inner_sum(config, task, groups, parameters, objective)
         found = config, groups, executor, inner, parameters, working, task.user_parts
-        make_learners = FreeLearnerExecutor if config.outer.is_free else LearnerExecutor
+        make_learners: type[LearnerExecutor] = LearnerExecutor
+        if config.outer.is_free or config.outer.trust.is_on:  # one refuses the other
+            make_learners = FreeLearnerExecutor if config.outer.is_free else CheckedLearners
         executor = learners = make_learners(*found)
         dealer = deal  # as the state of learners is placed
     if config.server.is_on:
@@ -345,7 +360,12 @@ def _replicated_feed(
     """Sum the gradients of plain parameters. wanted: the parts of `boxes` that this rank trains."""
     config = parts.config
 
+    gradients: Callable[..., ReplicatedGradients]
     gradients = GradientsOfAll if config.outer.sends_all else ReplicatedGradients
+    if config.outer.fragments > 1:
+        made = FragmentsOfAll if config.outer.sends_all else FragmentGradients
+        numbers = fragment_of(run_parameters(config), config.outer.fragments)
+        gradients = partial(made, numbers=numbers)
     if config.server.is_on:
         gradients = ChangeOfStep
 

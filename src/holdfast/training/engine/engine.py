@@ -148,6 +148,8 @@ class StepEngine:
         self._shares, self.batches, self._accounts = self.plan.shares(step), [], None
         computed = self.plan.computed_by_replica(step)
         self._losses = self._losses if computed else {}
+        if self.learners is not None:
+            self.learners.open(step, self._gradients, self.optimizer)
         try:
             self._gradients.begin(self.plan.leaves(step), self._shares, computed)
         except PeerLostError:

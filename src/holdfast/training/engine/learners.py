@@ -22,25 +22,35 @@ from torch import Tensor
 
 from holdfast.config.run import RunConfig
 from holdfast.core.data.learner_fates import LearnerFate
+from holdfast.core.sharding.fragments import fragment_of
 from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.reduction_tree import Shares
-from holdfast.core.sharding.state_table import ERROR_PREFIX, LEARNER_PREFIX, learner_shares
+from holdfast.core.sharding.state_table import (
+    ERROR_PREFIX,
+    LEARNER_PREFIX,
+    WEIGHTS_PREFIX,
+    learner_shares,
+)
 from holdfast.core.sharding.step_resume import Computed
 from holdfast.core.weights import to_units
 from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.events import Event
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.axes.replicated import ReplicatedGradients
+from holdfast.parallel.gradients.feeder import GradientFeeder
 from holdfast.parallel.gradients.grad_norm import clip_factor
 from holdfast.parallel.outer.codecs import Codec, make_codec
 from holdfast.parallel.outer.payloads import PayloadRound
 from holdfast.parallel.outer.rules import combine, rda
 from holdfast.training.engine.executors import Executor, Share
+from holdfast.training.engine.fragments import FragmentGradients
 from holdfast.training.engine.objective import IGNORED_TARGET
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
+from holdfast.training.optimizers.optimizer import Optimizer
+from holdfast.training.optimizers.torch_optimizer import OptimizerParts
 
 LearnerSlots = list[list[Tensor | None]]
 """By slot and parameter: [learners of this rank, *shape]; None where the parameter has none. With
@@ -71,10 +81,10 @@ class LearnerExecutor(Executor):
         super().__init__(passes.arguments)
         self._passes, self._inner, self._parameters = passes, inner, parameters
         self._working, self._user, self._train = list(working), user, config.inner_train
-        self._outer, self._every = config.outer, config.outer.every_steps
+        self._outer, self._every = config.outer, config.outer.inner_steps
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
-        self._rule = config.outer.average if config.outer.needs_all else ""
+        self._rule = "" if config.outer.is_sum else config.outer.average
         self._faulty = config.outer.faulty
         self.fates: Sequence[LearnerFate] = ()
         self.step: Callable[[], int] = lambda: 1
@@ -83,7 +93,10 @@ class LearnerExecutor(Executor):
         self._shares = learner_shares(self._learners, groups.replica_count)
         self._own = self._shares[groups.coordinate.replica]
         codec = config.outer.codec
-        self._codec = make_codec(codec.name, codec.share) if config.outer.sends_all else None
+        self._codec: Codec | None = None
+        if config.outer.sends_all:
+            shapes = [tuple(tensor.shape) for tensor in self._working]
+            self._codec = make_codec(codec.name, codec.share, shapes, codec.rank)
         self._feedback = codec.error_feedback
         kept = (parameters.table, self._working, inner.gradients(), user, None, parameters.boxes)
         self._optimizer = make_optimizer(config.train.optimizer, *kept)
@@ -92,21 +105,57 @@ class LearnerExecutor(Executor):
         if codec.keeps_error:
             like.append(self._working)
             self._prefixes.append(ERROR_PREFIX)
-        self._states, self._next_states = self._make_states(like), self._make_states(like)
+        fragments = config.outer.fragments
+        of = fragment_of(parameters.table, fragments)
+        numbers = [of[row.name] for row in parameters.table]
+        self._fragments = [
+            [i for i, number in enumerate(numbers) if number == fragment]
+            for fragment in range(fragments)
+        ]
+        self._open = self._fragments[0]  # parameters that the open round exchanges
+        if fragments > 1:
+            like.append(self._working)
+            self._prefixes.append(WEIGHTS_PREFIX)
+        self._like = like
+        count = len(self._own)
+        self._states = self._make_states(like, count)
+        self._next_states = self._make_states(like, count)
         self.times = PhaseTimer()  # of a round: inner, codec, give, wait
 
-    def _make_states(self, like: Sequence[Sequence[Tensor | None]]) -> LearnerSlots:
-        count = len(self._own)
+    def _make_states(self, like: Sequence[Sequence[Tensor | None]], count: int) -> LearnerSlots:
+        """Zeros of the states of so many learners."""
         return [
             [None if t is None else t.new_zeros((count, *t.shape)) for t in tensors]
             for tensors in like
         ]
 
+    def _kept(self, prefix: str, states: LearnerSlots) -> list[Tensor] | None:
+        """What `states` have of every parameter under a prefix: [learners of this rank, *shape].
+        None: the run keeps no such thing."""
+        if prefix not in self._prefixes:
+            return None
+        found = [state for state in states[self._prefixes.index(prefix)] if state is not None]
+        assert len(found) == len(self._working), "every parameter has one"
+        return found
+
     # --- a round --------------------------------------------------------------------------
+    def open(self, step: int, gradients: GradientFeeder, optimizer: Optimizer) -> None:
+        """See `LearnerStates`. With fragments, a round exchanges one of them."""
+        number = (step - 1) % len(self._fragments)
+        self._open = self._fragments[number]
+        if isinstance(gradients, FragmentGradients):
+            assert isinstance(optimizer, OptimizerParts), "the outer optimizer is SGD"
+            gradients.open_fragment(number, self._open)
+            optimizer.only = frozenset(self._open)
+
+    def _of_open(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the parameters that the open round exchanges."""
+        return [tensors[index] for index in self._open]
+
     def train(self, share: Share, listener: GradientListener, losses: list[Tensor]) -> None:
         """Run the round of each learner. Its loss is the sum over all its inner steps."""
         codec, exchange = self._codec, None
-        count = sum(t.numel() for t in self._working)
+        count = sum(t.numel() for t in self._of_open(self._working))
         if codec is not None and isinstance(listener, GradientsOfAll):
             size = codec.payload_bytes(count)
             exchange = PayloadRound(self._groups.control, self._shares, size)
@@ -130,9 +179,16 @@ class LearnerExecutor(Executor):
             self.times.lap("wait")
             found = [codec.decode(payloads[k].to(device), count) for k in range(self._learners)]
             self.times.lap("codec")
+            found = self._admit(payloads, found, listener)
             for learner, flat in enumerate(self._combined(found)):
                 self._give(learner, self._split(flat), listener)
             self.times.lap("give")
+
+    def _admit(
+        self, payloads: dict[int, Tensor], changes: list[Tensor], listener: GradientListener
+    ) -> list[Tensor]:
+        """The changes that count, of the decoded payloads of all learners."""
+        return changes
 
     def _combined(self, changes: list[Tensor]) -> list[Tensor]:
         """The summands of the learners, whose sum is divided by their number. A rule makes one of
@@ -140,8 +196,8 @@ class LearnerExecutor(Executor):
         if not self._rule:
             return changes
         if self._rule == "rda":
-            sizes = [tensor.numel() for tensor in self._working]
-            names = enumerate(row.name for row in self._parameters.table)
+            sizes = [tensor.numel() for tensor in self._of_open(self._working)]
+            names = enumerate(self._parameters.table[index].name for index in self._open)
             embeddings = {place for place, name in names if name.startswith("embed.")}
             result = rda(torch.stack(changes), sizes, embeddings)
         else:
@@ -154,10 +210,10 @@ class LearnerExecutor(Executor):
         """What the inner steps have taken off the weights, with the weight of the learner. tokens:
         that it read."""
         weight = 1.0 if self.counts_alike else float(tokens)
-        masters = self._parameters.master_tensors
+        masters = self._of_open(self._parameters.master_tensors)
         return [
             torch.sub(old, new).mul_(weight)
-            for old, new in zip(masters, self._working, strict=True)
+            for old, new in zip(masters, self._of_open(self._working), strict=True)
         ]
 
     @torch.no_grad()
@@ -166,7 +222,7 @@ class LearnerExecutor(Executor):
             listener.fill_leaf(learner, changes)
             return
         listener.start_leaf(learner)
-        for parameter, change in zip(self._inner.parameters, changes, strict=True):
+        for parameter, change in zip(self._of_open(self._inner.parameters), changes, strict=True):
             listener.give(parameter, change.to(parameter.dtype))
         listener.end_leaf()
 
@@ -174,23 +230,22 @@ class LearnerExecutor(Executor):
     def _encode(self, learner: int, changes: Sequence[Tensor], codec: Codec) -> Tensor:
         """The payload of a learner, and what it leaves out for the learner's next round."""
         row, flat = self._own.index(learner), _flat(changes)
-        if ERROR_PREFIX in self._prefixes:
-            left = [error[row] for error in self._states[-1] if error is not None]
+        errors = self._kept(ERROR_PREFIX, self._states)
+        if errors is not None:
+            left = [error[row] for error in self._of_open(errors)]
             flat.add_(_flat(left), alpha=self._feedback)
         payload = codec.encode(flat)
-        if ERROR_PREFIX in self._prefixes:
+        if (errors := self._kept(ERROR_PREFIX, self._next_states)) is not None:
             parts = self._split(flat - codec.decode(payload, flat.numel()))
-            for error, part in zip(self._next_states[-1], parts, strict=True):
-                assert error is not None, "every parameter has one"
+            for error, part in zip(self._of_open(errors), parts, strict=True):
                 error[row].copy_(part)
         return payload.cpu()
 
     def _split(self, flat: Tensor) -> list[Tensor]:
-        """[n] fp32 -> a tensor for each parameter"""
-        parts = torch.split(flat, [t.numel() for t in self._working])
-        return [
-            part.view(t.shape).to(t.dtype) for part, t in zip(parts, self._working, strict=True)
-        ]
+        """[n] fp32 -> a tensor for each parameter that the round exchanges"""
+        like = self._of_open(self._working)
+        parts = torch.split(flat, [t.numel() for t in like])
+        return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, like, strict=True)]
 
     def _stops(self, learner: int, steps: int) -> bool:
         """Return True if a learner begins no further inner step of the round after `steps`."""
@@ -244,7 +299,9 @@ class LearnerExecutor(Executor):
 
     @torch.no_grad()
     def _begin_learner(self, row: int) -> None:
-        torch._foreach_copy_(self._working, self._parameters.master_tensors)
+        own = self._kept(WEIGHTS_PREFIX, self._states)
+        begin = self._parameters.master_tensors if own is None else [t[row] for t in own]
+        torch._foreach_copy_(self._working, begin)
         self._update_compute_tensors()
         for slot, states in zip(self._optimizer.slots, self._states, strict=False):
             for tensor, state in zip(slot.tensors, states, strict=True):
@@ -257,6 +314,8 @@ class LearnerExecutor(Executor):
             for tensor, state in zip(slot.tensors, states, strict=True):
                 if tensor is not None and state is not None:
                     state[row].copy_(tensor)
+        if (own := self._kept(WEIGHTS_PREFIX, self._next_states)) is not None:
+            torch._foreach_copy_([t[row] for t in own], self._working)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
@@ -283,10 +342,14 @@ class LearnerExecutor(Executor):
     @torch.no_grad()
     def commit(self) -> None:
         """See `LearnerStates`. The tensors that a checkpoint holds are overwritten only here."""
-        for states, new in zip(self._states, self._next_states, strict=True):
-            for state, value in zip(states, new, strict=True):
-                if state is not None and value is not None:
+        pairs = zip(self._prefixes, self._states, self._next_states, strict=True)
+        for prefix, states, new in pairs:
+            for index, (state, value) in enumerate(zip(states, new, strict=True)):
+                is_new = prefix != ERROR_PREFIX or index in self._open
+                if is_new and state is not None and value is not None:
                     state.copy_(value)
+        if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
+            _fill(self._of_open(own), self._of_open(self._parameters.master_tensors))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -294,6 +357,8 @@ class LearnerExecutor(Executor):
         for state in (state for states in self._states for state in states):
             if state is not None:
                 state.zero_()
+        if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
+            _fill(own, self._parameters.master_tensors)
 
     def events(self) -> list[Event]:
         """See `LearnerStates`: the loop tells of rounds."""
@@ -321,6 +386,16 @@ class GradientsOfAll(ReplicatedGradients):
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
         """Start a round. shares: of the ranks, which make no difference here."""
         super().begin(leaves, (tuple(range(leaves)),))
+
+
+class FragmentsOfAll(FragmentGradients, GradientsOfAll):
+    """The same, of one fragment."""
+
+
+def _fill(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Give all learners the same values. kept: [learners, *shape]"""
+    for state, tensor in zip(kept, tensors, strict=True):
+        state.copy_(tensor.expand_as(state))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

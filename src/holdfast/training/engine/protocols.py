@@ -7,7 +7,7 @@ loop itself knows no process, no file and no network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from holdfast.core.data.learner_fates import LearnerFate
 from holdfast.data.stream.loader import StepBatch
@@ -16,6 +16,10 @@ from holdfast.policy.saving.destinations import SaveDestinations
 from holdfast.training.engine.state import LocalTensor
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.engine.vote import Wishes
+
+if TYPE_CHECKING:
+    from holdfast.parallel.gradients.feeder import GradientFeeder
+    from holdfast.training.optimizers.optimizer import Optimizer
 
 
 class Membership(Protocol):
@@ -94,6 +98,10 @@ class LearnerStates(Protocol):
         """What the sum over learners is divided by. tokens: that all of them bring into it."""
         ...
 
+    def open(self, step: int, gradients: GradientFeeder, optimizer: Optimizer) -> None:
+        """Choose what a round exchanges and updates. gradients: they begin next."""
+        ...
+
     def rate(self, step: int) -> float:
         """The rate of the last inner step of a round."""
         ...
@@ -111,7 +119,7 @@ class LearnerStates(Protocol):
         ...
 
     def events(self) -> list[Event]:
-        """What one rank tells of the step that was applied last."""
+        """What this rank, or one of them with `server`, tells of the newest applied step."""
         ...
 
 

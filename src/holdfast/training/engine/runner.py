@@ -338,6 +338,8 @@ class TrainingLoop:
                 watch.lap("digest")
         if self.config.outer.is_on:
             self.reporter.emit(self._outer_round(batch))
+            for event in () if self.engine.learners is None else self.engine.learners.events():
+                self.reporter.emit(event)
             watch.lap("digest")
         if self.config.server.is_on and self.engine.learners is not None and self.rank == 0:
             for event in self.engine.learners.events():

@@ -28,6 +28,7 @@ from holdfast.core.weights import to_units
 from holdfast.errors import CorruptError, DataError
 from holdfast.events import Event, ServerUpdates, UpdatesAdapted
 from holdfast.parallel.axes.replicated import ReplicatedGradients
+from holdfast.parallel.gradients.feeder import GradientFeeder
 from holdfast.parallel.gradients.grad_norm import NORM_BLOCK, clip_factor, sum_of_squares
 from holdfast.parallel.outer.parameter_server import Push, ServerRecord, ServerStep, ShardSize
 from holdfast.policy.server_updates import (
@@ -45,6 +46,7 @@ from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor, Parameters
 from holdfast.training.engine.step_status import PhaseTimer
 from holdfast.training.optimizers.make_optimizer import UserParts, make_optimizer
+from holdfast.training.optimizers.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from holdfast.training.engine.engine import StepEngine
@@ -447,6 +449,9 @@ class ServerExecutor(Executor):
     def divisor(self, tokens: float) -> float:
         """See `LearnerStates`: the change of a step is no sum."""
         return 1.0
+
+    def open(self, step: int, gradients: GradientFeeder, optimizer: Optimizer) -> None:
+        """See `LearnerStates`. A step updates all weights."""
 
     def rate(self, step: int) -> float:
         """See `LearnerStates`."""

@@ -67,8 +67,9 @@ class TorchOptimizer:
                 self.slots.append(SlotTensors(slot, found))
 
     @torch.no_grad()
-    def apply(self, step: int, learning_rate: float, gradients: Sequence[Tensor]) -> None:
-        """Update `step` with divided gradients, one for each parameter of the rank."""
+    def apply(self, step: int, learning_rate: float, gradients: Sequence[Tensor | None]) -> None:
+        """Update `step` with divided gradients, one for each parameter of the rank. None: the
+        parameter and its state stay as they are."""
         if not self._held:
             return
         groups = self._groups(step, learning_rate)
@@ -91,9 +92,9 @@ class TorchOptimizer:
                 handle.grad = None
         self._take_new_state(made)
 
-    def gradients_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def gradients_of(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Those of the parameters that it updates."""
-        return [gradients[i] for i in self._held]
+        return [gradient for i in self._held if (gradient := gradients[i]) is not None]
 
     def _groups(self, step: int, learning_rate: float) -> Groups:
         """Those with a parameter that this rank has a part of."""
@@ -160,6 +161,7 @@ class OptimizerParts:
     ) -> None:
         self._parameters, self._gradients = list(parameters), list(gradients)
         self._parts, self._rest, self._merges = list(parts), rest, dict(merges)
+        self.only: frozenset[int] | None = None  # what `parts` update of a step; None: all
 
     @property
     def slots(self) -> list[SlotTensors]:
@@ -177,11 +179,14 @@ class OptimizerParts:
         merge_buffers(self._parameters, self._gradients, self._merges, microbatches)
         if self._rest:
             self._rest.apply(step, learning_rate, divisor)
-        divided = [g for part in self._parts for g in part.gradients_of(self._gradients)]
+        only, gradients = self.only, list[Tensor | None](self._gradients)
+        if only is not None:
+            gradients = [g if i in only else None for i, g in enumerate(gradients)]
+        divided = [g for part in self._parts for g in part.gradients_of(gradients)]
         torch._foreach_div_(divided, divisor)
         with _one_thread(self._parameters[0].device):
             for part in self._parts:
-                part.apply(step, learning_rate, self._gradients)
+                part.apply(step, learning_rate, gradients)
 
 
 @contextmanager

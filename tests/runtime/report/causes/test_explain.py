@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.events import (
+    ChangeLeftOut,
     CheckpointRejected,
     Event,
     GenerationStarted,
@@ -217,6 +218,8 @@ def test_steps_and_states_that_came_out_wrong() -> None:
         1,
         "a",
     )
+    left_out = [ChangeLeftOut(2, 1, "a", "a check found another change", n) for n in (1, 2)]
+    only(explain(after(trained(), *left_out).records), Mode.DIVERGENCE, 1, "a")
 
 
 @pytest.mark.parametrize(
