@@ -43,8 +43,12 @@ def stitch_command(
         list[str] | None,
         typer.Option(help="parts: PATTERN=RUN, the tensors that come from another run"),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="experts: those that compute each token")] = 2,
-    seed: Annotated[int, typer.Option(help="experts: of the router's initial weights")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option(help="experts: those that compute each token; none: 2")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="experts: of the router's initial weights; none: 0")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write one model out of several, as a folder that transformers loads, and `model.from` takes.
@@ -70,8 +74,21 @@ def stitch_command(
       holdfast stitch runs/base --into parts --take 'layers.*.ffn.*=runs/code' --to both
     """
     method: Method = into.value
+    for option, number in (("--top-k", top_k), ("--seed", seed)):
+        if number is not None and method != "experts":
+            raise ConfigError(
+                f"{option} {number} has no effect with --into {method}",
+                where="command line",
+                remedy=f"leave it out, or use --into experts {option} {number}",
+            )
     request = StitchRequest(
-        tuple(sources), to, method, _numbers(weights), tuple(take or ()), top_k, seed
+        tuple(sources),
+        to,
+        method,
+        _numbers(weights),
+        tuple(take or ()),
+        2 if top_k is None else top_k,
+        seed or 0,
     )
     found = stitch(request, say)
     if json:

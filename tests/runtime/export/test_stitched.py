@@ -139,6 +139,7 @@ def test_the_rest_of_a_killed_command_is_replaced(trained: Trained, tmp_path: Pa
         (["{run}", "--into", "parts", "--take", "head={run}@3"], "no tensor"),
         (["{run}", "--into", "parts", "--take", "head"], "--take head"),
         (["{run}", "{run}@3", "--into", "average", "--take", "embed.*={run}"], "--take"),
+        (["{run}", "{run}@3", "--into", "average", "--top-k", "2"], "--top-k 2"),
         (
             [
                 *("{run}", "--into", "parts", "--take", "embed.*={run}@3"),

@@ -115,6 +115,9 @@ class ClusterConfig(Section):
         names = [site.name for site in self.sites]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"two sites have the name {twice[0]}: use a name of its own for each"
+        patterns = [pattern for site in self.sites for pattern in site.nodes]
+        if twice := sorted({each for each in patterns if patterns.count(each) > 1}):
+            yield f"two sites have the nodes {twice[0]}: leave them out of one"
         if self.workers_per_device > 1 and self.backend not in ("auto", "gloo"):
             yield (
                 f"backend {self.backend} refuses two ranks on one device, and workers_per_device "

@@ -231,13 +231,17 @@ def codec_choices(
     places = config.cluster.places or workers
     threads = config.cluster.threads_per_worker or max(1, usable_cores() // places)
     words = (str(values), str(outer.codec.share), device, str(threads), *names)
-    done = subprocess.run(
-        module_command("holdfast.parallel.outer.codec_times", *words),
-        capture_output=True,
-        text=True,
-        timeout=MEASURE_LIMIT_S,
-        check=False,
-    )
+    command = module_command("holdfast.parallel.outer.codec_times", *words)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=MEASURE_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"codecs could not be measured on {device} within {MEASURE_LIMIT_S:g} s",
+            where=CODEC_KEY,
+            remedy="name a codec, such as int8, or start again when the machine is less busy",
+        ) from None
     if done.returncode:
         raise UserError(
             f"codecs cannot be measured on {device}: "
