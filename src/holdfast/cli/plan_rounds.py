@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import join
@@ -108,6 +108,25 @@ def print_rounds(request: RoundRequest, command: Sequence[str], *, json: bool) -
         f"an inner step of a learner: {format_duration(model.inner_s)} ({request.source}); codecs "
         "are measured here"
     )
+    share = f"{COMPUTE_SHARE:.0%}"
+    _print_costs(request, reached, chosen, share)
+    if best is None:
+        print(f"no number of inner steps reaches a compute share of {share}")
+        return
+    print(
+        f"{share} of compute: outer.every_steps={best.every_steps} with outer.codec.name="
+        f"{best.codec}, a round of {format_duration(best.round_s)}"
+    )
+    keys = [f"outer.every_steps={best.every_steps}", f"outer.codec.name={best.codec}"]
+    open_words = [word for word in command if word.partition("=")[0] not in _CHOSEN]
+    print(f"next: {join([*open_words, *keys])}")
+
+
+def _print_costs(
+    request: RoundRequest, reached: Mapping[str, RoundCost], chosen: str, share: str
+) -> None:
+    """Print a row for each codec. share: what `reached` reaches."""
+    outer = request.loaded.config.outer
     rows = [
         (
             cost.codec,
@@ -124,7 +143,6 @@ def print_rounds(request: RoundRequest, command: Sequence[str], *, json: bool) -
         )
         for cost in request.costs
     ]
-    share = f"{COMPUTE_SHARE:.0%}"
     print_table(
         rows,
         (
@@ -141,16 +159,6 @@ def print_rounds(request: RoundRequest, command: Sequence[str], *, json: bool) -
             "",
         ),
     )
-    if best is None:
-        print(f"no number of inner steps reaches a compute share of {share}")
-        return
-    print(
-        f"{share} of compute: outer.every_steps={best.every_steps} with outer.codec.name="
-        f"{best.codec}, a round of {format_duration(best.round_s)}"
-    )
-    keys = [f"outer.every_steps={best.every_steps}", f"outer.codec.name={best.codec}"]
-    open_words = [word for word in command if word.partition("=")[0] not in _CHOSEN]
-    print(f"next: {join([*open_words, *keys])}")
 
 
 def _as_json(cost: RoundCost, chosen: str) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -74,13 +75,7 @@ def stitch_command(
       holdfast stitch runs/base --into parts --take 'layers.*.ffn.*=runs/code' --to both
     """
     method: Method = into.value
-    for option, number in (("--top-k", top_k), ("--seed", seed)):
-        if number is not None and method != "experts":
-            raise ConfigError(
-                f"{option} {number} has no effect with --into {method}",
-                where="command line",
-                remedy=f"leave it out, or use --into experts {option} {number}",
-            )
+    _refuse_without_router(method, {"--top-k": top_k, "--seed": seed})
     request = StitchRequest(
         tuple(sources),
         to,
@@ -101,6 +96,17 @@ def stitch_command(
             say(
                 f"{name}: {left} other tensors differ from those of {sources[0]} and stay there; "
                 "name them with --take if they belong to what was trained"
+            )
+
+
+def _refuse_without_router(method: Method, given: Mapping[str, int | None]) -> None:
+    """Raises ConfigError for options of a router where none is made."""
+    for option, number in given.items():
+        if number is not None and method != "experts":
+            raise ConfigError(
+                f"{option} {number} has no effect with --into {method}",
+                where="command line",
+                remedy=f"leave it out, or use --into experts {option} {number}",
             )
 
 

@@ -122,9 +122,6 @@ class Adaptation:
         )
 
 
-ADAPTATION_NUMBERS = 5
-
-
 def straggling_of(seconds: Sequence[Sequence[float]]) -> float:
     """The time that workers in lockstep would wait for the slowest, as a part of the mean time of
     their computation. seconds: by worker, of each of its microbatches in their order."""

@@ -14,6 +14,7 @@ from holdfast.config.loading.identity import SCHEDULE_STEPS
 from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
+from holdfast.config.sections.server import ParameterServerConfig
 from holdfast.config.sections.task import SCRIPT_TASK
 from holdfast.config.sections.train import SCHEDULES_WITHOUT_FINAL_RATIO
 from holdfast.options.registry import option_keys
@@ -237,6 +238,41 @@ def _recomputation(loaded: LoadedConfig) -> Iterator[Finding]:
         yield key, f"has no effect with {reason}", "remove it"
 
 
+Rule = tuple[str, bool, str]
+"""(key, whether it has no effect, because of what)"""
+
+
+def _of_learners(loaded: LoadedConfig) -> Iterator[Rule]:
+    outer, codec = loaded.config.outer, loaded.config.outer.codec
+    for key in loaded.origins:
+        if key.startswith("outer.") and key != "outer.learners":
+            yield key, not outer.is_on, "outer.learners 0"
+    if not outer.is_on:
+        return
+    yield "outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"
+    yield "outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"
+    yield "outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"
+    yield "outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"
+    yield "outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"
+    for name in type(outer.free).model_fields:
+        yield f"outer.free.{name}", not outer.is_free, "outer.mode fixed"
+
+
+def _of_servers(server: ParameterServerConfig) -> Iterator[Rule]:
+    used = {
+        "update_microbatches": server.is_on,
+        "staleness": server.may_be_stale,
+        "rate_scaling": server.may_be_stale or server.grows,
+        "max_update_microbatches": server.mode == "synchronous",
+        "noise_decay": server.mode == "synchronous",
+        "straggling": server.mode == "switching",
+    }
+    for name, has_effect in used.items():
+        yield f"server.{name}", not has_effect, f"server.mode {server.mode}"
+    if server.mode == "synchronous":
+        yield "server.noise_decay", not server.grows, "server.max_update_microbatches 0"
+
+
 def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     """Values that another key switches off."""
     config = loaded.config
@@ -282,35 +318,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
-    outer, codec, free = config.outer, config.outer.codec, type(config.outer.free).model_fields
-    rules += [
-        (key, not outer.is_on, "outer.learners 0")
-        for key in loaded.origins
-        if key.startswith("outer.") and key != "outer.learners"
-    ]
-    if outer.is_on:
-        rules += [
-            ("outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"),
-            ("outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"),
-            ("outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"),
-            ("outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"),
-            *((f"outer.free.{n}", not outer.is_free, "outer.mode fixed") for n in free),
-            ("outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"),
-        ]
-    server = config.server
-    rules += [
-        (f"server.{name}", not has_effect, f"server.mode {server.mode}")
-        for name, has_effect in (
-            ("update_microbatches", server.is_on),
-            ("staleness", server.may_be_stale),
-            ("rate_scaling", server.may_be_stale or server.grows),
-            ("max_update_microbatches", server.mode == "synchronous"),
-            ("noise_decay", server.mode == "synchronous"),
-            ("straggling", server.mode == "switching"),
-        )
-    ]
-    if server.mode == "synchronous" and not server.grows:
-        rules.append(("server.noise_decay", True, "server.max_update_microbatches 0"))
+    rules += [*_of_learners(loaded), *_of_servers(config.server)]
     rules.append(("train.profile.ranks", not config.train.profile.steps, "no train.profile.steps"))
     if data.has_chat:
         rules.append(("data.chat.template", bool(chat.template_file), "data.chat.template_file"))

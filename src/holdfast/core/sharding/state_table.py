@@ -172,10 +172,9 @@ def lagged_policy_rows(parameters: StateTable, lag: int) -> StateTable:
 
 LEARNER_PREFIX = "learners."
 ERROR_PREFIX = "outer_error."
-WEIGHTS_PREFIX = "outer_weights."
 """Of what a codec has left out of a learner's changes so far."""
-
-
+WEIGHTS_PREFIX = "outer_weights."
+"""Of a learner's own weights, if a round exchanges a part of them."""
 REFUSED_ROW = "outer.refused"
 """How many changes of each learner were left out; complete on every rank."""
 

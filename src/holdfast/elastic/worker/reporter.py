@@ -55,8 +55,9 @@ class ProgressMeter:
         self.element_count: Callable[[], int] = int
         """Returns the number of elements of these microbatches."""
         self.device_progress: Callable[[], tuple[GroupProgress, ...]] = tuple
-        self.received_bytes: Callable[[], int] = int  # from other ranks
         """Returns how far the device is with exchanges."""
+        self.received_bytes: Callable[[], int] = int
+        """Returns the bytes that have come from other ranks."""
         self._computing_since: float | None = None  # since when
         self._waited_before_s = 0.0  # for a processor, when it began to compute
         self._step_began_at = 0.0  # with the step that is under way

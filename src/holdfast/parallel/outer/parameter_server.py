@@ -28,6 +28,7 @@ from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.errors import PeerLostError
 from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.comm.transport import PeerGroup
+from holdfast.parallel.outer.payloads import lost_while_exchanged, receive_all
 from holdfast.parallel.torch_compat import Work
 from holdfast.policy.server_updates import UpdateRule
 
@@ -166,7 +167,7 @@ class ServerStep:
         self._wait_until(lambda: self._may_pull(me))
         with self._changed:
             found[me] = self._give_weights(me)
-        self._join(receipts, "weights")
+        receive_all(self._peers, receipts, "weights")
         for peer, into in answers.items():
             found[peer] = into
         self._sent.clear()  # the servers answered, so the pushes have arrived
@@ -197,7 +198,7 @@ class ServerStep:
             for kind, record in enumerate((self._finals[me], self._records[me])):
                 if record.numel():
                     self._peers.send(record, peer, _FINAL_TAG + kind)
-        self._join(self._finals_receipts, "final weights")
+        receive_all(self._peers, self._finals_receipts, "final weights")
         for errand in self._errands:
             self._join_errand(errand)
         return self._finals, [
@@ -307,42 +308,26 @@ class ServerStep:
         try:
             return self._peers.group.send([tensor], peer, tag)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_exchanged(error) from error
 
     def _receive(self, into: Tensor, peer: int, tag: int) -> Work:
         try:
             return self._peers.receive(into, peer, tag)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost_while_exchanged(error) from error
 
     def _wait_until(self, is_true: Callable[[], bool], errand: AbortableWait | None = None) -> None:
         """Wait for what other ranks' pushes change. Raises what a thread of this step raised."""
         with self._changed:
             while not is_true():
                 if self._error is not None:
-                    raise _lost(self._error) from self._error
+                    raise lost_while_exchanged(self._error) from self._error
                 if errand is not None:
                     errand.check()
                 self._changed.wait(_CHECK_S)
-
-    def _join(self, receipts: Sequence[Work], name: str) -> None:
-        def receive(errand: AbortableWait) -> None:
-            for receipt in receipts:
-                errand.wait(receipt)
-
-        if receipts:
-            errand = AbortableWait(receive, name)
-            self._peers.start_wait(errand)
-            self._join_errand(errand)
 
     def _join_errand(self, errand: AbortableWait) -> None:
         try:
             self._peers.join_wait(errand)
         except RuntimeError as error:
-            raise _lost(error) from error
-
-
-def _lost(error: Exception) -> PeerLostError:
-    if isinstance(error, PeerLostError):
-        return error
-    return PeerLostError(f"a peer was lost while it pushed or pulled: {error}")
+            raise lost_while_exchanged(error) from error

@@ -65,7 +65,7 @@ class PayloadRound:
         return {learner: self._payloads[learner] for learner in wanted}
 
 
-def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
+def receive_all(peers: PeerGroup, receipts: Sequence[Work], name: str = "payloads") -> None:
     """Wait until these messages have arrived. Raises PeerLostError."""
 
     def receive(errand: AbortableWait) -> None:
@@ -73,7 +73,7 @@ def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
             errand.wait(receipt)
 
     if receipts:
-        wait = AbortableWait(receive, "payloads")
+        wait = AbortableWait(receive, name)
         peers.start_wait(wait)
         try:
             peers.join_wait(wait)
@@ -81,6 +81,8 @@ def receive_all(peers: PeerGroup, receipts: Sequence[Work]) -> None:
             raise lost_while_exchanged(error) from error
 
 
-def lost_while_exchanged(error: RuntimeError) -> PeerLostError:
-    """Return what the failure of a message between learners means."""
-    return PeerLostError(f"a peer was lost while learners were exchanged: {error}")
+def lost_while_exchanged(error: Exception) -> PeerLostError:
+    """Return what the failure of a message between learners, or with servers, means."""
+    if isinstance(error, PeerLostError):
+        return error
+    return PeerLostError(f"a peer was lost in an exchange of the step: {error}")

@@ -8,15 +8,14 @@ round again. The learner that sends last could try several changes until none of
 from __future__ import annotations
 
 import hashlib
-import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from holdfast.core.seeds import key_seed
-from holdfast.machine.processor import processor_identity
+from holdfast.parallel.comm.devices import describe_processor
 from holdfast.parallel.outer.rules import median
 
 DRAW_RANGE = 1 << 63  # `key_seed` is below
@@ -43,12 +42,9 @@ def hash_words(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     return tuple(words.tolist())
 
 
-def processor_word(environment: Mapping[str, str], device: torch.device) -> int:
+def processor_word(device: torch.device) -> int:
     """Return a number that is equal on ranks whose results may have equal bits."""
-    name = "" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    identity = processor_identity(environment)
-    parts = [f"{key}={value}" for key, value in sorted(identity.items())]
-    return key_seed(torch.get_num_threads(), platform.machine(), torch.__version__, name, *parts)
+    return key_seed(torch.get_num_threads(), describe_processor(device))
 
 
 def draw_checks(

@@ -15,7 +15,6 @@ state of the run, equal on all ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +54,7 @@ class CheckedLearners(LearnerExecutor):
         self._seed, self._trust = config.seed, config.outer.trust
         self.fetch: Callable[[int, int], Any] = _fetch_nothing
         device = self._working[0].device
-        self._processor = processor_word(os.environ, device)
+        self._processor = processor_word(device)
         self._refused = torch.zeros(self._learners, dtype=torch.int64, device=device)
         self._next_refused = self._refused.clone()
         self._claims: list[tuple[int, ...]] = []  # hashes of the learners' states
@@ -102,16 +101,9 @@ class CheckedLearners(LearnerExecutor):
                 event = ChangeLeftOut(learner, owner, node, reason, counts[learner], step=step)
                 self._events.append(event)
             if learner in self._own:
-                self._take_back(self._own.index(learner))
+                self._keep_state(self._own.index(learner))
         self._next_refused.copy_(torch.tensor(counts))
         return changes
-
-    @torch.no_grad()
-    def _take_back(self, row: int) -> None:
-        for states, new in zip(self._states, self._next_states, strict=True):
-            for state, value in zip(states, new, strict=True):
-                if state is not None and value is not None:
-                    value[row].copy_(state[row])
 
     def _combined(self, changes: list[Tensor]) -> list[Tensor]:
         """As of `LearnerExecutor`, without those that are left out."""

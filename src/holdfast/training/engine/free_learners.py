@@ -143,14 +143,6 @@ class FreeLearnerExecutor(LearnerExecutor):
         read = (rows_of(batch, 0, steps * size).targets != IGNORED_TARGET).sum()
         return LearnerProgress(steps, int(read), int(batch.tokens) - int(read))
 
-    @torch.no_grad()
-    def _keep_state(self, row: int) -> None:
-        """Let a learner that is not used be as before the round."""
-        for states, new in zip(self._states, self._next_states, strict=True):
-            for state, value in zip(states, new, strict=True):
-                if state is not None and value is not None:
-                    value[row].copy_(state[row])
-
     def used_units(self, batches: Sequence[Any]) -> int:
         """See `LearnerStates`."""
         own = (row for row in self.fates if row.learner in self._own and row.is_used)

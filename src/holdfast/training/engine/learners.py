@@ -318,6 +318,14 @@ class LearnerExecutor(Executor):
             torch._foreach_copy_([t[row] for t in own], self._working)
 
     @torch.no_grad()
+    def _keep_state(self, row: int) -> None:
+        """Let a learner that does not count be as before the round."""
+        for states, new in zip(self._states, self._next_states, strict=True):
+            for state, value in zip(states, new, strict=True):
+                if state is not None and value is not None:
+                    value[row].copy_(state[row])
+
+    @torch.no_grad()
     def evaluate(self, batches: Sequence[Any], on_progress: Callable[[], None]) -> list[Tensor]:
         """The losses of each microbatch, which is that of a round: so it is cut for the passes."""
         losses = []
