@@ -277,7 +277,7 @@ def test_timeline_neighbours_and_drawing(run_file: Path, tmp_path: Path) -> None
     assert "one step of a replica, its first 6 of 8 microbatches, in milliseconds:" in out
     assert "rank 2  " in out
     assert "why not:" in out
-    assert re.search(r"  recompute full: [\d.]+% slower: recompute takes", out)
+    assert re.search(r"  recompute full: [\d.]+% slower: recompute adds", out)
     assert drawn.read_text().startswith("<svg")
     value = json.loads(within("plan", *asked[:-2], "--json").out)
     slower = [each["slower"] for each in value["neighbours"] if each["slower"] is not None]

@@ -277,9 +277,7 @@ def test_a_queue_that_does_not_exist_is_refused_before_anything_is_made(
     assert not any(" apply " in call for call in kubectl.calls)
 
 
-def test_a_dataset_that_pods_cannot_reach_is_refused(
-    kubectl: FakeKubectl, tmp_path: Path
-) -> None:
+def test_a_dataset_that_pods_cannot_reach_is_refused(kubectl: FakeKubectl, tmp_path: Path) -> None:
     request = with_folder(request_of("data.folder=/home/me/dataset"), tmp_path)
     with pytest.raises(UserError, match=r"data\.folder: pods cannot reach the dataset"):
         KubernetesOwner().submit(request)
