@@ -106,8 +106,8 @@ class StageConfig(Section):
     min_probability: float = Field(0.5, ge=0, le=1)
     """language: a document whose language is less certain is left out"""
     texts: tuple[StageTexts, ...] = ()
-    """perplexity: what its model is trained on; contamination: the evaluation sets; importance:
-    what documents should be like; score: what the model of a perplexity is trained on"""
+    """perplexity, score: what the model is trained on; contamination: the evaluation sets;
+    importance: what documents should be like"""
     order: int = Field(3, ge=1, le=5, description="perplexity, score: words of an n-gram")
     min_perplexity: float = Field(0, ge=0)
     """perplexity: a document that is easier to predict is left out"""

@@ -55,7 +55,7 @@ class ReferenceOrigin:
     device: str  # kind of device, which decides the kernel of attention
     sequence_length: int  # tokens of a sample
     long_rows: str  # data.chat.long_rows
-    order: str = ""  # data.curriculum, as far as it decides what a sample holds
+    order: str = ""  # what of data.curriculum decides the content of a sample
 
     @property
     def key(self) -> str:
