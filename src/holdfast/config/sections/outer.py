@@ -104,6 +104,12 @@ class OuterConfig(Section):
     fragments: Never[int] = Field(1, ge=1, le=4096)
     """parts of the weights, of which each round exchanges one in turn. A round then has
     every_steps / fragments inner steps, and each part is exchanged once in every_steps"""
+    overlap_steps: Never[int] = Field(0, ge=0, le=10**6)
+    """inner steps that a learner does while its change travels: the last ones of the round. The
+    average is applied after them. 0: a learner waits for the average"""
+    overlap_alpha: Never[float] = Field(0.5, ge=0, lt=1)
+    """part of its own weights that a learner keeps when the average arrives. The rest are the
+    weights of the run. 0: what it did since it sent its change is lost"""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     average: Never[Average] = "mean"
     """of the learners' changes. mean: each counts once; token_weighted: by the tokens of its round.
@@ -128,6 +134,11 @@ class OuterConfig(Section):
     def inner_steps(self) -> int:
         """Inner steps of a round."""
         return self.every_steps // self.fragments
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return True if each learner has weights of its own between rounds."""
+        return self.is_on and (self.fragments > 1 or self.overlap_steps > 0)
 
     def refuse_one_state(self, what: str, where: str, remedy: str) -> None:
         """Raises ConfigError for a run with learners. what: it holds the state of one optimizer."""
@@ -176,6 +187,13 @@ class OuterConfig(Section):
                 f"fragments {self.fragments} do not divide every_steps {self.every_steps}: use "
                 f"every_steps {good}"
             )
+        if self.is_on and 0 < self.inner_steps <= self.overlap_steps:
+            most = self.inner_steps - 1
+            remedy = f"overlap_steps {most}" if most else f"every_steps {2 * self.fragments}"
+            yield (
+                f"overlap_steps {self.overlap_steps} leave none of the {self.inner_steps} inner "
+                f"steps of a round before its exchange: use {remedy}"
+            )
         if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:
             yield (
                 f"faulty {self.faulty} of learners {self.learners} are no minority: use faulty "
@@ -190,6 +208,10 @@ class OuterConfig(Section):
                 yield "codec.name powersgd has not been built for fragments: use fragments 1"
             if self.is_on and self.trust.is_on:
                 yield "trust has not been built for fragments: use fragments 1, or no trust"
+        if self.overlap_steps and self.is_free:
+            yield "overlap_steps have not been built for mode free: use overlap_steps 0"
+        if self.overlap_steps and self.is_on and self.trust.is_on:
+            yield "trust has not been built for overlap_steps: use overlap_steps 0, or no trust"
         if self.is_free and self.average != "token_weighted":
             yield (
                 f"mode free weighs learners by the tokens that they read, and average is "

@@ -140,7 +140,7 @@ def run_state_table(config: RunConfig) -> StateTable:
         kept = tuple(chain(*optimizer_rows(train.optimizer, parameters)))
         if config.outer.codec.keeps_error:
             kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
-        if config.outer.fragments > 1:
+        if config.outer.keeps_weights:
             kept += tuple(replace(row, name=WEIGHTS_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
         if config.outer.trust.is_on:

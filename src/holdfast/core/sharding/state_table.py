@@ -174,7 +174,7 @@ LEARNER_PREFIX = "learners."
 ERROR_PREFIX = "outer_error."
 """Of what a codec has left out of a learner's changes so far."""
 WEIGHTS_PREFIX = "outer_weights."
-"""Of a learner's own weights, if a round exchanges a part of them."""
+"""Of a learner's own weights, if they are not those of the run (`outer.keeps_weights`)."""
 REFUSED_ROW = "outer.refused"
 """How many changes of each learner were left out; complete on every rank."""
 
