@@ -225,7 +225,7 @@ def test_overlap_is_that_of_streaming_diloco(fragments: int) -> None:
 
 
 def _summed_before_the_end(rank: RankContext) -> bool:
-    """Each rank begins the last inner step of a round once it has those of the other rank."""
+    """Each rank begins the last inner step of a round once the sum has begun."""
     outer = LEARNERS | OVERLAP | {"learners": 2, "every_steps": 3}
     config = tiny(**{f"outer__{key}": value for key, value in outer.items()})
     made = engine(config, rank.rank, rank.store(), replicas=rank.world_size)
