@@ -294,7 +294,7 @@ def _replayed(rank: RankContext, outer: dict[str, Any], rounds: list[Any]) -> li
 
 @pytest.mark.parametrize(
     ("late", "codec", "fate"),
-    [("drop", {}, "dropped"), ("use", {}, "used_late"), ("use", {"name": "int4"}, "used_late")],
+    [("drop", {}, "dropped"), ("use", {"name": "int4"}, "used_late"), ("discount", {}, "late")],
 )
 def test_one_process_computes_the_rounds_of_mode_free_again(
     late: str, codec: dict[str, Any], fate: str
@@ -307,3 +307,40 @@ def test_one_process_computes_the_rounds_of_mode_free_again(
     assert [[row["fate"] for row in rows].count(fate) for _, rows, _ in rounds] == [1] * 4
     assert len({weights for weights, _, _ in rounds}) == 4, "the weights move in each round"
     assert rank_values(_replayed, 1, {"outer": outer, "rounds": rounds}) == [rounds]
+
+
+def _late_change_differs_by(rank: RankContext) -> float:
+    """The round after one with a late change is the weighted mean of the changes of that round and
+    the late one. Each of the two is known from a run that has the other not."""
+    sgd = {"name": "sgd", "learning_rate": 1.0}
+    inner = {"name": "sgd", "learning_rate": 0.5, "momentum": 0.0, "clip_norm": 0.0}
+
+    def run(name: str, late: str, rounds: dict[int, list[int]]) -> tuple[list[Any], list[Any]]:
+        outer = FREE | {"free": {"late": late}, "optimizer": sgd}
+        more = {"train__precision": "float64", "train__optimizer": inner}
+        made = _alone(tiny(**{f"outer__{k}": v for k, v in outer.items()}, **more), rank, name)
+        assert isinstance(made.learners, FreeLearnerExecutor)
+        made.learners.recorded = rounds
+        weights = [[t.clone() for t in made.parameters.master_tensors]]
+        for step in rounds:
+            one_step(made, step)
+            weights.append([t.clone() for t in made.parameters.master_tensors])
+        return weights, list(made.learners.fates)
+
+    first, second = [4, 2, 4], [4, 4, 4]
+    found, fates = run("discount", "discount", {1: first, 2: second})
+    plain, _ = run("drop", "drop", {1: first, 2: second})
+    alone, late_fates = run("use", "use", {1: [0, 2, 0]})
+    tokens, late = sum(row.tokens for row in fates), 0.5 * late_fates[1].tokens
+    differences = [
+        (before - after) * (tokens + late) - (before - without) * tokens - late * (start - moved)
+        for before, after, without, start, moved in zip(
+            found[1], found[2], plain[2], alone[0], alone[1], strict=True
+        )
+    ]
+    return max(float(d.abs().max()) for d in differences) / tokens
+
+
+def test_a_late_change_counts_in_the_next_round_with_its_discount() -> None:
+    (difference,) = rank_values(_late_change_differs_by, 1)
+    assert difference < 1e-8  # changes travel in fp32

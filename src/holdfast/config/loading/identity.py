@@ -72,7 +72,7 @@ LATER_KEYS = frozenset(
             *("overlap_alpha", "overlap_steps"),
         ),
         "outer.codec": ("error_feedback", "name", "rank", "share"),
-        "outer.free": ("grace_seconds", "late", "quorum"),
+        "outer.free": ("discount", "grace_seconds", "late", "quorum"),
         "outer.trust": ("checks", "direction", "limit", "norm"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "server": (

@@ -257,6 +257,8 @@ def _of_learners(loaded: LoadedConfig) -> Iterator[Rule]:
     yield "outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"
     for name in type(outer.free).model_fields:
         yield f"outer.free.{name}", not outer.is_free, "outer.mode fixed"
+    late = outer.free.late
+    yield "outer.free.discount", late != "discount", f"outer.free.late {late}"
 
 
 def _of_servers(server: ParameterServerConfig) -> Iterator[Rule]:

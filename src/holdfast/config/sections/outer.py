@@ -82,13 +82,11 @@ class OuterFreeConfig(Section):
     grace_seconds: Never[float] = Field(5.0, ge=0)
     """seconds that the rest has after the quorum. If workers have unlike numbers of learners, they
     begin once the largest share could be done at the pace of the quorum"""
-    late: Never[Literal["drop", "use"]] = "drop"
-    """what a learner did that a close interrupted. use: it counts by the tokens that it read"""
-
-    @property
-    def uses_late(self) -> bool:
-        """Return True if an interrupted learner is used."""
-        return self.late == "use"
+    late: Never[Literal["drop", "use", "discount"]] = "drop"
+    """what a learner did that a close interrupted. use: it counts by the tokens that it read.
+    discount: it counts in the next round, so no round waits for its way"""
+    discount: Never[float] = Field(0.5, gt=0, le=1)
+    """late discount: factor of the tokens of a late change"""
 
 
 class OuterConfig(Section):
@@ -174,6 +172,11 @@ class OuterConfig(Section):
     def is_free(self) -> bool:
         """Return True if a round closes without learners that are late."""
         return self.is_on and self.mode == "free"
+
+    @property
+    def keeps_late(self) -> bool:
+        """Return True if a change that a close interrupted counts in the next round."""
+        return self.is_free and self.free.late == "discount"
 
     @property
     def quorum(self) -> int:

@@ -33,6 +33,7 @@ from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import (
     ERROR_PREFIX,
+    LATE_PREFIX,
     LEARNER_PREFIX,
     WEIGHTS_PREFIX,
     learner_shares,
@@ -124,6 +125,9 @@ class LearnerExecutor(Executor):
         if config.outer.keeps_weights:
             like.append(self._working)
             self._prefixes.append(WEIGHTS_PREFIX)
+        if config.outer.keeps_late:
+            like.append(self._working)
+            self._prefixes.append(LATE_PREFIX)
         self._like = like
         count = len(self._own)
         self._states = self._make_states(like, count)
@@ -244,11 +248,11 @@ class LearnerExecutor(Executor):
     @torch.no_grad()
     def _encode(self, learner: int, changes: Sequence[Tensor], codec: Codec) -> Tensor:
         """The payload of a learner, and what it leaves out for the learner's next round."""
-        row, flat = self._own.index(learner), _flat(changes)
+        row, flat = self._own.index(learner), flat_of(changes)
         errors = self._kept(ERROR_PREFIX, self._states)
         if errors is not None:
             left = [error[row] for error in self._of_open(errors)]
-            flat.add_(_flat(left), alpha=self._feedback)
+            flat.add_(flat_of(left), alpha=self._feedback)
         payload = codec.encode(flat)
         if (errors := self._kept(ERROR_PREFIX, self._next_states)) is not None:
             parts = self._split(flat - codec.decode(payload, flat.numel()))
@@ -340,9 +344,14 @@ class LearnerExecutor(Executor):
             torch._foreach_copy_([t[row] for t in own], self._working)
 
     @torch.no_grad()
-    def _keep_state(self, row: int) -> None:
-        """Let a learner that does not count be as before the round."""
-        for states, new in zip(self._states, self._next_states, strict=True):
+    def _keep_state(self, row: int, only: str = "") -> None:
+        """Let a learner that does not count be as before the round. only: in what is under this
+        prefix; "": in all."""
+        for prefix, states, new in zip(
+            self._prefixes, self._states, self._next_states, strict=True
+        ):
+            if only and prefix != only:
+                continue
             for state, value in zip(states, new, strict=True):
                 if state is not None and value is not None:
                     value[row].copy_(state[row])
@@ -435,7 +444,8 @@ def _mix(kept: Sequence[Tensor], tensors: Sequence[Tensor], alpha: float) -> Non
         state.mul_(alpha).add_(tensor * (1 - alpha))
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def flat_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values of all tensors, one after the other: [n] fp32"""
     return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in tensors])
 
 
