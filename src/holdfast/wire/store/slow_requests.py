@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SAY_AFTER_S = 8.0
+SAY_AFTER_S = 5.0
 """Seconds that a request may take before it is named."""
 _POLL_S = 0.5
 _under_way: dict[object, tuple[str, float, float]] = {}
