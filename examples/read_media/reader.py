@@ -28,7 +28,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + self.out(seen.transpose(1, 2).reshape(size, length, width))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 class Model(nn.Module):
@@ -51,7 +52,8 @@ class Model(nn.Module):
         mask = (order[None] <= order[:, None]) | (order[None] < rows.shape[1])
         for block in self.blocks:
             x = block(x, mask)
-        return self.head(self.norm(x[:, rows.shape[1] :]))
+        logits: Tensor = self.head(self.norm(x[:, rows.shape[1] :]))
+        return logits
 
 
 class Reader(holdfast.Task):

@@ -1,12 +1,12 @@
 """Numbers of a document that is an image or a recording. numpy only.
 
-patches   an image in RGB, resized and cut to a square, as a grid of squares, row by row: uint8
-          [patches, 3 * side * side]. A patch has its red pixels first, then green and blue, as
-          `torch.nn.functional.unfold` and the weights of a Conv2d have them
-log_mel   the mean of a recording's channels, filled with silence up to `seconds`: float16
-          [frames, mels]. The formula is that of Whisper (Radford et al. 2022, arXiv 2212.04356):
-          Hann windows of 25 ms every 10 ms, Slaney's mel bands, log10, at most 8 below the
-          largest, (x + 4) / 4
+patches   uint8 [patches, 3 * side * side]: an image in RGB, resized and cut to a square, as a grid
+          of squares, row by row. A patch has its red pixels first, then green and blue. So do
+          `torch.nn.functional.unfold` and the weights of a Conv2d.
+log_mel   float16 [frames, mels]: the mean of a recording's channels, filled with silence up to
+          `seconds`. The formula is that of Whisper (Radford et al. 2022, arXiv 2212.04356).
+          Windows are Hann's, of 25 ms every 10 ms, and bands are Slaney's. Logarithms lie at
+          most 8 below the largest, and become (x + 4) / 4.
 
 Log-mel is computed in float64 and rounded to float16, so it is the same on each processor.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -55,6 +55,12 @@ class FeatureFormat(JsonMessage):
         """None if documents are texts."""
         return FeatureFormat(**config.model_dump()) if config.is_on else None
 
+    @staticmethod
+    def of_settings(settings: Mapping[str, Any]) -> FeatureFormat:
+        """The one that `settings` describes."""
+        keys = {key: settings[key] for key in ("kind", *USED_KEYS[settings["kind"]])}
+        return FeatureFormat(**FeaturesConfig().model_dump() | keys)
+
     @property
     def endings(self) -> tuple[str, ...]:
         return IMAGES if self.kind == "patches" else SOUNDS
@@ -74,7 +80,7 @@ class FeatureFormat(JsonMessage):
         return "|u1" if self.kind == "patches" else "<f2"
 
     @property
-    def bytes(self) -> int:
+    def document_bytes(self) -> int:
         """Of a document's numbers."""
         rows, values = self.shape
         return rows * values * np.dtype(self.dtype).itemsize
@@ -121,7 +127,7 @@ class MediaText(str):
 
     content: bytes
     where: str
-    format: FeatureFormat
+    form: FeatureFormat
     leave: Callable[[DataError], None]
 
     def __new__(
@@ -129,17 +135,17 @@ class MediaText(str):
         text: str,
         content: bytes,
         where: str,
-        format: FeatureFormat,
+        form: FeatureFormat,
         leave: Callable[[DataError], None],
     ) -> MediaText:
         """leave: gets the error of a document that cannot be decoded, or raises it."""
         made = super().__new__(cls, text)
-        made.content, made.where, made.format, made.leave = content, where, format, leave
+        made.content, made.where, made.form, made.leave = content, where, form, leave
         return made
 
     def features(self) -> NDArray[Any]:
         """Decode the document: [shape]. Raises DataError."""
-        return self.format.make(self.content, self.where)
+        return self.form.make(self.content, self.where)
 
     def hash(self) -> tuple[int, int, int]:
         """As `filters.plain.hash_document`, of the numbers and the text. All 0 for a document that
@@ -149,10 +155,15 @@ class MediaText(str):
         except DataError as error:
             self.leave(error)
             return 0, 0, 0
-        state = xxh3_128(self.encode())
-        state.update(b"\0" + numbers.tobytes())
-        digest = state.intdigest()
-        return digest >> 64, digest & (2**64 - 1), max(1, len(self.encode()))
+        return *hash_media(self, numbers), max(1, len(self.encode()))
+
+
+def hash_media(text: str, numbers: NDArray[Any]) -> tuple[int, int]:
+    """Two halves of the hash of a document with an image or a recording."""
+    state = xxh3_128(text.encode())
+    state.update(b"\0" + numbers.tobytes())
+    digest = state.intdigest()
+    return digest >> 64, digest & (2**64 - 1)
 
 
 # --- images ---------------------------------------------------------------------------------
@@ -270,7 +281,7 @@ def log_mel(sound: NDArray[np.float64], rate: int, mels: int) -> NDArray[np.floa
         out[part] = (np.abs(np.fft.rfft(frames[part] * window)) ** 2) @ bands
     out = np.log10(np.maximum(out, 1e-10))
     out = np.maximum(out, out.max() - 8.0)
-    return ((out + 4.0) / 4.0).astype("<f2")
+    return ((out + 4.0) / 4.0).astype(np.float16)
 
 
 @lru_cache(maxsize=4)

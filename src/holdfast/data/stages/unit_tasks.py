@@ -192,7 +192,7 @@ def tokenise_unit(
             if split.values:
                 header[name]["values"] = True
             if unit.features is not None:
-                header[name]["features"] = unit.features.bytes
+                header[name]["features"] = unit.features.document_bytes
         write_result(
             out,
             header,

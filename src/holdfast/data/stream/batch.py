@@ -133,6 +133,7 @@ class Batches:
         has_logps = reference and not self._has_teacher
         self.side_names = tuple(sorted(names | ({REFERENCE} if has_logps else set())))
         self._features = dataset.manifest["settings"].get("features")
+        self.has_features = bool(self._features)
         self.packed = self._pack(self._streams)
         # Sources in the dataset's order. Raises DataError when the names differ.
         by_name = {source.mix_name: source for source in data.sources}

@@ -290,8 +290,9 @@ class TokenBatches:
 
 def tensors_of(read: Microbatch, is_weighted: bool) -> Mapping[str, Tensor]:
     """inputs, targets: int64 [B, S]; documents: int32 [B, S], if they must not see each other;
-    weights: float32 [B, S], with `data.chat.weights`; features: [B, rows, values], with
-    `data.features`."""
+    weights: float32 [B, S], with `data.chat.weights`.
+
+    features: [B, rows, values], with `data.features`."""
     found: dict[str, NDArray[Any]] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
     if is_weighted:
         found["weights"] = target_weights(read.targets)
