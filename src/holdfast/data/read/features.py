@@ -281,7 +281,8 @@ def log_mel(sound: NDArray[np.float64], rate: int, mels: int) -> NDArray[np.floa
         out[part] = (np.abs(np.fft.rfft(frames[part] * window)) ** 2) @ bands
     out = np.log10(np.maximum(out, 1e-10))
     out = np.maximum(out, out.max() - 8.0)
-    return ((out + 4.0) / 4.0).astype(np.float16)
+    found: NDArray[np.float16] = ((out + 4.0) / 4.0).astype(np.float16)
+    return found
 
 
 @lru_cache(maxsize=4)

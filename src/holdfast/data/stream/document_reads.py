@@ -123,13 +123,14 @@ def find_media(dataset: Dataset, path: Path) -> list[DocumentPlace]:
     except OSError as error:
         raise _unreadable_error(path, error) from None
     wanted = features.make(content, str(path)).view(np.uint8).ravel()
-    return [
-        DocumentPlace(split, source, *stream.document_starts()[at : at + 2].tolist(), at)
-        for split in dataset.splits
-        for source, stream in enumerate(dataset.streams(split))
-        for at in range(stream.documents)
-        if np.array_equal(stream.read_features(at), wanted)
-    ]
+    places = []
+    for split in dataset.splits:
+        for source, stream in enumerate(dataset.streams(split)):
+            starts = stream.document_starts().tolist()
+            for at in range(stream.documents):
+                if np.array_equal(stream.read_features(at), wanted):
+                    places.append(DocumentPlace(split, source, starts[at], starts[at + 1], at))
+    return places
 
 
 def find_reads(
