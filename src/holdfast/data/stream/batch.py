@@ -144,8 +144,9 @@ class Batches:
         self.has_features = bool(self._features)
         self.packed = self._pack(self._streams)
         if self._curriculum.by == "length":
-            for rows in filter(None, self.packed):
-                rows.sort_by_length(self._curriculum.descending)
+            for rows in self.packed:
+                if isinstance(rows, PackedSamples):
+                    rows.sort_by_length(self._curriculum.descending)
         # Sources in the dataset's order. Raises DataError when the names differ.
         by_name = {source.mix_name: source for source in data.sources}
         if set(by_name) != set(dataset.source_names):
