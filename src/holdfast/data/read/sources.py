@@ -169,7 +169,7 @@ def _cut(
                     f"{config.path} is no folder, and a dataset with images or recordings is read "
                     "from one",
                     where=f"{where}.path",
-                    remedy="fetch it (hf download --repo-type dataset), and name the folder",
+                    remedy="download it, and name its folder",
                 )
             found.files.append((config.path or "", 0))
             of_split = columnar_sources.huggingface_ranges(config.path or "", config.split, where)
