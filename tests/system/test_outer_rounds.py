@@ -128,6 +128,8 @@ def _check_plan(run_file: Path, folder: Path, rounds: list[OuterRound]) -> None:
     """What the workers sent is what `holdfast plan` predicts, and it reads the run's seconds."""
     more = ("--sites", "2x1@100,20", "--measured", folder, "--json")
     plan = json.loads(within("plan", run_file, *SETTINGS, *more).succeeds().out)
+    other = within("plan", run_file, *SETTINGS, "data.sequence_length=8", *more)
+    other.refuses("--measured", "data.sequence_length")
     none, *coded = plan["rounds"]
     measured = {event.sent_bytes for event in rounds if event.step < 4}
     to_each = bytes_to_each(learner_shares(LEARNERS, 2), plan["values"], 0)
