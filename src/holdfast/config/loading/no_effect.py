@@ -38,6 +38,7 @@ _TRACKER_KEYS = {
     "mlflow": tuple(MlflowConfig.model_fields),
 }
 _OF_STAGES = ("balance", "balance_costs", "schedule", "virtual_stages")
+_OF_PAUSES = ("column", "above", "below", "max_hours")
 Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
@@ -302,6 +303,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("layout.cp_method", all(degrees.cp == 1 for degrees in kinds), "layout.cp 1"),
         ("layout.cp_ring", layout.cp_method != "ulysses-ring", method),
         *(rule for option in option_keys() for rule in option.without_effect(layout)),
+        *((f"pause.{n}", not config.pause.file, "no pause.file") for n in _OF_PAUSES),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(
