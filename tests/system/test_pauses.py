@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.events import PauseBegun, RunStarted, StepDone
 from holdfast.wire.journal import read_journal
+from holdfast.wire.store.publish import replace_file
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import start, within, write_run_file
 from tests.support.followed_run import FollowedRun, assert_same_bits
@@ -19,7 +20,7 @@ PLAIN = ("checkpoint.every_steps=0", "train.evaluate.every=0", "layout.workers=2
 def say(file: Path, value: float) -> None:
     """Let the signal have this value from now on."""
     time = datetime.now(UTC) - timedelta(seconds=1)
-    file.write_text(f"time,grams\n{time.isoformat()},{value}\n")
+    replace_file(file, f"time,grams\n{time.isoformat()},{value}\n")
 
 
 @pytest.mark.slow

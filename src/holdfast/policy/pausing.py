@@ -56,8 +56,8 @@ class PauseLimits:
 def begins(signal: Signal, limits: PauseLimits, now: float, paused_at: float | None) -> bool:
     """Return True if a pause begins now.
 
-    paused_at: when the newest pause began; None: there was none. After a pause the signal has to be
-    `below` once before another one begins.
+    paused_at: when a pause began that bars another one until the signal was `below`; None: none
+    does.
     """
     value = signal.at(now)
     if value is None or value <= limits.above:
@@ -71,6 +71,19 @@ def lasts(signal: Signal, limits: PauseLimits, now: float, paused_at: float) -> 
     if value is None or now - paused_at >= limits.longest_s:
         return False
     return min(value, signal.lowest(paused_at, now)) > limits.below
+
+
+def pause_in_force(
+    signal: Signal, limits: PauseLimits, now: float, paused_at: float | None
+) -> float | None:
+    """Return `paused_at` if the pause of that time still bars another one, while the run trains.
+
+    A run that trains within `longest_s` of a pause does so because the signal was low.
+    """
+    if paused_at is None or now - paused_at < limits.longest_s:
+        return None
+    value = signal.at(now)
+    return None if value is not None and value <= limits.below else paused_at
 
 
 def read_signal(text: str, source: str, column: str = "") -> Signal:

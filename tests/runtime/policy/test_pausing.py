@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from holdfast.errors import DataError
-from holdfast.policy.pausing import PauseLimits, Signal, begins, lasts, read_signal
+from holdfast.policy.pausing import PauseLimits, Signal, begins, lasts, pause_in_force, read_signal
 
 HOUR = 3600.0
 LIMITS = PauseLimits(400.0, 300.0, 5 * HOUR)
@@ -32,9 +32,18 @@ def test_hours_in_which_a_run_waits(values: tuple[float, ...], waits: str) -> No
     for hour in range(len(values)):
         now = HOUR * hour
         if paused_at is None or not lasts(signal, LIMITS, now, paused_at):
+            paused_at = pause_in_force(signal, LIMITS, now, paused_at)
             paused_at = now if begins(signal, LIMITS, now, paused_at) else paused_at
         found += str(int(paused_at is not None and lasts(signal, LIMITS, now, paused_at)))
     assert found == waits.replace(" ", "")
+
+
+def test_a_file_with_the_value_of_now_alone_pauses_again() -> None:
+    """The low value that ended a pause is in no file any more."""
+    now = Signal((10 * HOUR,), (500.0,))
+    assert pause_in_force(now, LIMITS, 10 * HOUR, 8 * HOUR) is None
+    assert pause_in_force(now, LIMITS, 14 * HOUR, 8 * HOUR) == 8 * HOUR, "it trains as time is up"
+    assert not begins(now, LIMITS, 14 * HOUR, 8 * HOUR)
 
 
 def test_a_signal_that_is_not_known_pauses_nothing() -> None:

@@ -14,7 +14,7 @@ from holdfast.config.sections.pause import PauseConfig
 from holdfast.elastic.event_log import Say
 from holdfast.errors import ConfigError, UserError
 from holdfast.events import Event, PauseBegun, Record
-from holdfast.policy.pausing import PauseLimits, Signal, begins, lasts, read_signal
+from holdfast.policy.pausing import PauseLimits, Signal, begins, lasts, pause_in_force, read_signal
 
 _HOUR_S = 3600.0
 
@@ -49,9 +49,11 @@ class PauseSignal:
             ) from error
         return self._read[1]
 
-    def begins(self, now: float, paused_at: float | None) -> bool:
-        """Return True if a pause begins at `now`. Raises UserError."""
-        return begins(self.read(), self.limits, now, paused_at)
+    def begins(self, now: float, paused_at: float | None) -> tuple[bool, float | None]:
+        """Return whether a pause begins at `now`, and the pause that bars one. Raises UserError."""
+        signal, limits = self.read(), self.limits
+        paused_at = pause_in_force(signal, limits, now, paused_at)
+        return begins(signal, limits, now, paused_at), paused_at
 
     def lasts(self, now: float, paused_at: float) -> bool:
         """Return True if the pause of that time is not over. Raises UserError."""
@@ -98,7 +100,9 @@ class PauseWatch:
                 continue
             now = clock()
             try:
-                is_stopped = await asyncio.to_thread(self._signal.begins, now, self._paused_at)
+                is_stopped, self._paused_at = await asyncio.to_thread(
+                    self._signal.begins, now, self._paused_at
+                )
                 self._problem = ""
             except UserError as error:
                 self._complain(f"{error}; training continues")
