@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import lcm
 
 from holdfast.config.loading.fields import as_path, field_at, value_at
 from holdfast.config.loading.identity import SCHEDULE_STEPS
@@ -158,6 +159,15 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
                 key,
                 f"{value} is longer than the run of {steps} steps, so it never comes",
                 f"use {max(1, steps // 4)}, or remove it",
+            )
+    if save.keep_best and save.interval == "fixed" and save.every_steps and not save.every_seconds:
+        shared = lcm(save.every_steps, every) if every else steps
+        if shared > steps:
+            yield (
+                "checkpoint.keep_best",
+                f"{save.keep_best} keeps checkpoints of validated steps, and before the end no "
+                "step is both saved and validated",
+                f"use train.evaluate.every={save.every_steps}",
             )
     if config.layout.exchange == "gathered" and config.layout.reduction == "fast":
         yield (

@@ -107,6 +107,7 @@ class AgentParts:
         await self.roles.stop()
         await self.processes.stop()
         await asyncio.to_thread(self.refusals.close)
+        await self.records.best.finish()
         await self.records.event_log.flush(sync=True)
         seconds = self.context.config.logging.finish_seconds
         is_killed = self.processes.is_killed

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.config.sections.train import StopRuleConfig
+from holdfast.elastic.agent.best_checkpoints import BestCheckpoints
 from holdfast.elastic.agent.pause_watch import PauseWatch
 from holdfast.elastic.agent.spending_watch import SpendingWatch
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
@@ -49,6 +50,8 @@ class RunRecords:
             context, lambda event: self.progress.emit_once_begun(event), say
         )
         learn.append(self.spending.observe)
+        self.best = BestCheckpoints(context.store, config.checkpoint.keep_best, say)
+        learn.append(self.best.observe)
         self.pausing = PauseWatch(
             config.pause, lambda event: self.progress.emit_once_begun(event), say
         )
