@@ -4,16 +4,15 @@ it."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.peers.work import Bench, Work
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.layout import LayoutConfig
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.layout import AXES, Layout, place_layout
 from holdfast.parallel.axes.process_groups import connect
 from holdfast.parallel.axes.replica_groups import ConnectSettings
@@ -21,16 +20,6 @@ from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.precision import same_products_on_any_threads
 from holdfast.training.memory.malloc import keep_freed_memory
-
-
-@dataclass(frozen=True)
-class Samples:
-    """A logical microbatch, or this shard's part of it."""
-
-    inputs: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    tokens: int
 
 
 def run_config(
@@ -138,7 +127,7 @@ def train(engine: StepEngine, work: Work, step: int) -> float:
     for index in engine.begin(step):
         mine = whole[index * size + at.dp_shard * part :][:part]
         inputs, targets = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
-        batches.append(Samples(inputs, targets, None, targets.numel()))
+        batches.append(TensorMicrobatch(inputs, targets, None, [], targets.numel()))
     engine.compute(batches)
     verdict = engine.reduce()
     engine.apply(verdict)

@@ -55,7 +55,9 @@ HOWS = {
     "int4": ("outer.codec.name=int4",),
     "topk": ("outer.codec.name=topk",),
     "fragments": ("outer.fragments=2", f"outer.every_steps={2 * INNER_STEPS}", "model.layers=2"),
+    "overlap": ("outer.overlap_steps=3",),
 }
+HOWS["both"] = (*HOWS["fragments"], *HOWS["overlap"])
 """By name, more settings; a round has as many inner steps with each."""
 SAMPLES = f"{ROUNDS * BATCH * INNER_STEPS:,} samples in {ROUNDS} steps: none missing, none twice"
 
@@ -78,7 +80,7 @@ def _alone(run_file: Path, how: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["none", "fragments"])
+@pytest.mark.parametrize("how", ["none", "both"])
 def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "killed"
     run = FollowedRun(folder, _train(run_file, folder, 2, how))

@@ -175,7 +175,7 @@ def _token_files(dataset: Dataset) -> int:
 def test_shards_come_ahead_of_need_and_training_outlasts_the_bucket(
     source: Path, local: Dataset, tmp_path: Path
 ) -> None:
-    """The first step lets the node fetch what later ones need; then the bucket is away for good."""
+    """Before the first step the node fetches what all need; then the bucket is away for good."""
     with s3.proxied() as proxy:
         location = s3.location(proxy.address, retries=0, timeout=5)
         make(_config(source, location, tmp_path / "first"))
@@ -183,7 +183,7 @@ def test_shards_come_ahead_of_need_and_training_outlasts_the_bucket(
         found = batches(open_dataset(location, config), config, steps=len(STEPS))
         failures = iter(range(6))  # first the bucket fails a few times
         proxy.rule = lambda request: Fault(503) if next(failures, None) is not None else None
-        found.microbatch(1, 0)
+        found.fetch_ahead(1)
         wait_until(lambda: len(_shards(tmp_path / "second")) == _token_files(local))
         proxy.rule = lambda request: Fault(503)
         other = batches(local, config, steps=len(STEPS))

@@ -190,6 +190,9 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
     if kind == "string_pattern_mismatch" and (number := re.match(r"[0-9.]+[A-Za-z]", str(value))):
         fits = re.search(context["pattern"], number[0])
         remedy = f"use {number[0]}" if fits else remedy
+    elif kind == "string_pattern_mismatch" and isinstance(value, str):
+        word = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip(".-")
+        remedy = f"use {word}" if word and re.search(context["pattern"], word) else remedy
     if kind == "literal_error":
         choices = _choices(context)
         meant = _VALUES_ELSEWHERE.get(str(value).lower().removeprefix("torch."))

@@ -67,9 +67,12 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
-        "outer": ("average", "every_steps", "faulty", "fragments", "learners", "mode"),
+        "outer": (
+            *("average", "every_steps", "faulty", "fragments", "learners", "mode"),
+            *("overlap_alpha", "overlap_steps"),
+        ),
         "outer.codec": ("error_feedback", "name", "rank", "share"),
-        "outer.free": ("grace_seconds", "late", "quorum"),
+        "outer.free": ("discount", "grace_seconds", "late", "quorum"),
         "outer.trust": ("checks", "direction", "limit", "norm"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "server": (

@@ -264,9 +264,12 @@ def _of_learners(loaded: LoadedConfig) -> Iterator[Rule]:
     yield "outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"
     yield "outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"
     yield "outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"
+    yield "outer.overlap_alpha", not outer.overlap_steps, "outer.overlap_steps 0"
     yield "outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"
     for name in type(outer.free).model_fields:
         yield f"outer.free.{name}", not outer.is_free, "outer.mode fixed"
+    late = outer.free.late
+    yield "outer.free.discount", late != "discount", f"outer.free.late {late}"
 
 
 def _of_servers(server: ParameterServerConfig) -> Iterator[Rule]:

@@ -253,7 +253,8 @@ class DataConfig(Section):
                 yield (
                     f"stages.{index}.sources has {unknown[0]}, no source: use [{', '.join(names)}]"
                 )
-            if stage.kind in JOINS and index + 1 < len(self.stages):
+            rest = [later.kind for later in self.stages[index + 1 :]]
+            if stage.kind in JOINS and (stage.kind in rest or not set(rest) <= set(JOINS)):
                 yield (
                     f"stages.{index} is {stage.kind}, which compares what is left: remove it, or "
                     "write it last"

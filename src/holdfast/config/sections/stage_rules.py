@@ -37,5 +37,6 @@ CODE: dict[str, tuple[str, ...]] = {
     "contamination": ("filters/word_grams.py", "filters/contamination.py", "filters/shingles.py"),
     "function": ("filters/user_function.py",),
     "near_duplicates": ("filters/shingles.py", "stages/near_duplicates.py"),
+    "importance": ("filters/word_grams.py", "filters/shingles.py", "stages/importance.py"),
 }
 """Kind -> the files below `holdfast/data` whose code decides what the stage does."""

@@ -53,9 +53,11 @@ class Chain:
     def __init__(self, recipes: Sequence[tuple[int, Recipe]]):
         self._recipes = [(i, recipe) for i, recipe in recipes if recipe["kind"] in _MAKERS]
         self._by_name = {i for i, recipe in self._recipes if recipe["kind"] == "remove"}
-        near = [recipe for _, recipe in recipes if recipe["kind"] == "near_duplicates"]
-        self.shingle_words: int = near[0]["shingle_words"] if near else 0
+        by_kind = {recipe["kind"]: recipe for _, recipe in recipes}
+        self.shingle_words: int = by_kind.get("near_duplicates", {}).get("shingle_words", 0)
         """Words of a shingle, if documents are compared with each other."""
+        self.importance = by_kind.get("importance")
+        """The recipe by which n-grams are counted, if documents are chosen among all."""
         self.has_function = any(recipe["kind"] == "function" for _, recipe in self._recipes)
 
     @cached_property

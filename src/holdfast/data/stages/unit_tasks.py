@@ -7,7 +7,8 @@ units that have none.
     scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]; with
               stages, the same of the document that they leave, which of the header's reasons left
               it out (0: none), uint16 [documents], the number that it was judged by (or nan),
-              float32 [documents], and signatures, uint16 [documents, HASHES]
+              float32 [documents], n-grams for `importance` (ends, int64 [documents], and buckets,
+              uint16 [n-grams]), and signatures, uint16 [documents, HASHES]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
               data which tokens carry loss, uint8 [tokens]; of rated rows, and of pairs with
               margins, also values, float32 [documents]

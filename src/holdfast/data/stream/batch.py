@@ -165,6 +165,12 @@ class Batches:
             count = len(every.union(fixed))
             self._prefetch = Prefetch(dataset.cache, self.files_of, train.steps, fixed, count)
 
+    def fetch_ahead(self, step: int) -> None:
+        """Begin to fetch the shards that steps from `step` on read, if the dataset has an
+        address."""
+        if self._prefetch is not None:
+            self._prefetch.reach(step)
+
     def _find_reference(self, key: str) -> ReferenceStore:
         sizes = {"train": self._sizes(self._streams, self.packed)}
         if "validation" in self.dataset.splits:
@@ -202,8 +208,7 @@ class Batches:
         """Microbatch `index` (from 0) of a step, or the `part`-th of `parts` equal shares of its
         samples in order (ranks of one dp_shard axis). Its ledger entry holds the hash of its
         own inputs and targets."""
-        if self._prefetch is not None:
-            self._prefetch.reach(step)
+        self.fetch_ahead(step)
         start, stop = self.positions(step, index, part, parts)
         source, _, sample = self.order.places(start, stop)
         why = self.skips.reason(step, index)

@@ -20,6 +20,7 @@ from holdfast.core.transports import (
     find_slow_transport,
     name_transports,
 )
+from holdfast.data.stream.batch import Batches
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.errors import LayoutError
 from holdfast.layout import Topology
@@ -27,6 +28,7 @@ from holdfast.machine.links import TOPOLOGY_TIMEOUT_S, detect_links
 from holdfast.parallel.comm.backend_log import BackendLog
 from holdfast.parallel.comm.devices import describe_device, select_device
 from holdfast.tasks.choose import open_task
+from holdfast.tasks.task.batches import TokenBatches
 from holdfast.training.engine.task import EngineTask, TaskBatchSource
 from holdfast.wire import lifeline, process_log
 from holdfast.wire.process_title import set_process_title
@@ -92,6 +94,9 @@ class WorkerSetup:
         if self._batches is None:
             self._batches = self.task.open_batches(self.spec.dataset)
         self._batches.skips = self.spec.skips or Skips()
+        match self._batches:
+            case (Batches() as tokens) | TokenBatches(tokens=tokens):
+                tokens.fetch_ahead(self.spec.start_step + 1)  # while the model is built
         return self._batches
 
 
