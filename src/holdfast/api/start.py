@@ -21,7 +21,7 @@ from holdfast.launch.ranks.local_ranks import as_one_node
 from holdfast.launch.ranks.roll_call import call_roll
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
-from holdfast.launch.run.pausing import train_between_pauses
+from holdfast.launch.run.pausing import refuse_bad_pause, train_between_pauses
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.launch.start.begin import BegunRun, Start, begin_run, finished_step
 from holdfast.launch.start.facts import Facts, Screen
@@ -94,6 +94,7 @@ def start(
             watch = HolderWatch(folder, say)
             refuse_missing_trackers(loaded)
             refuse_bad_tasks(loaded)
+            refuse_bad_pause(loaded)
             refuse_foreign_address(loaded.config.cluster)
             started = Start(loaded, facts, folder, watch, SCREEN, fresh, yes)
             begun = begin_run(started)

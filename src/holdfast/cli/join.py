@@ -28,7 +28,7 @@ from holdfast.launch.node.trackers import refuse_bad_tasks, refuse_missing_track
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import joining_weights
-from holdfast.launch.run.pausing import train_between_pauses
+from holdfast.launch.run.pausing import refuse_bad_pause, train_between_pauses
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
@@ -108,6 +108,7 @@ def join(
     refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
     refuse_bad_tasks(loaded)
+    refuse_bad_pause(loaded)
     loaded, version = _with_data(loaded, stored, folder)
     again = ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
 

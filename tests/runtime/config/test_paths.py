@@ -40,8 +40,6 @@ def with_value(key: str, value: str, base: str = "") -> LoadedConfig:
     given = ["cluster.notices=file"] if key.startswith("cluster.notices") else []
     if key.startswith("objective.reference"):
         given = ["objective.kind=dpo", "data.attention=document"]
-    if key == "pause.file":
-        given = ["pause.above=400"]
     return resolve_config(WITH_SOURCE, "run.yaml", [*given, f"{key}={value}"], base)
 
 

@@ -26,7 +26,5 @@ class PauseConfig(Section):
     """hours of one pause; after it the run does not wait until the value was at most below"""
 
     def broken_rules(self) -> Iterator[str]:
-        if self.file and self.above is None:
-            yield "file has values, and above says which are too high: use a number, as above: 400"
         if self.above is not None and self.below is not None and self.below > self.above:
             yield f"below {self.below:g} is more than above {self.above:g}; use {self.above:g}"

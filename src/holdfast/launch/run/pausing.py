@@ -11,15 +11,31 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.pause_watch import PauseSignal, last_pause
 from holdfast.elastic.event_log import Say
+from holdfast.errors import ConfigError
 from holdfast.events import PauseBegun, RunStarted
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_location import store_of_run
 
 _POLL_S = 1.0
 """Seconds between two looks at the file, while the run waits."""
+
+
+def refuse_bad_pause(loaded: LoadedConfig) -> None:
+    """Raise UserError if the section `pause` has no limit, or a file that cannot be read."""
+    pause = loaded.config.pause
+    if not pause.file:
+        return
+    if pause.above is None:
+        raise ConfigError(
+            "pause.file has values, and no key says which are too high",
+            where=loaded.where("pause.file"),
+            remedy="use pause.above=400, or another number",
+        )
+    PauseSignal(pause).read()
 
 
 def train_between_pauses(
@@ -42,7 +58,6 @@ def train_between_pauses(
 
 def _wait(signal: PauseSignal, folder: Path, say: Say) -> None:
     """Return when the run may train. Raises UserError for a file that cannot be read."""
-    signal.read()
     paused_at = last_pause(read_journal(store_of_run(folder)))
     if paused_at is None or not signal.lasts(time.time(), paused_at):
         return
