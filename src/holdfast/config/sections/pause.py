@@ -14,7 +14,7 @@ class PauseConfig(Section):
     ([energy.md](../studies/energy.md#pauses-of-a-run))."""
 
     file: str = ""
-    """CSV file, with times and values such as grams of CO2 a kWh; forecasts too. It is read again when
+    """CSV file, of times and values such as grams of CO2 a kWh. It is read again when
     it changes; empty: the run never waits"""
     column: str = ""
     """column of its values; empty: the only one"""
