@@ -127,7 +127,7 @@ def stop_cause_of(folder: Path) -> Callable[[], str]:
 
 
 ENDED = "ended without an exit code"
-"""Detail of a lost node whose agent is known to be gone."""
+"""Detail of a lost node whose agent is known to have ended."""
 
 
 class NodeState(StrEnum):
