@@ -120,6 +120,8 @@ def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path
     assert max(sent[2], sent[3]) < 0.55 * to_each
     more = ("model.layers=2", "--sites", "2x1@100,20", "--measured", folder, "--json")
     plan = json.loads(within("plan", run_file, *SETTINGS, *more).succeeds().out)
+    other = within("plan", run_file, *SETTINGS, "data.sequence_length=8", *more)
+    other.refuses("--measured", "data.sequence_length")
     none, *coded = plan["rounds"]
     assert none["sent_bytes"] == to_each
     assert 0 < plan["inner_step_s"] < 60
