@@ -156,7 +156,8 @@ def test_a_mismatch_stops_all_ranks_and_names_two() -> None:
 
 
 def test_a_change_that_makes_other_samples_worse_is_left_out() -> None:
-    changes = {"outer__trust": {"held_out": 0.01}, "train__schedule": {"warmup_steps": 0}}
+    schedule = {"kind": "constant", "warmup_steps": 0}
+    changes = {"outer__trust": {"held_out": 0.003}, "train__schedule": schedule}
     found = rank_values(_rounds, 2, {"changes": changes, "cheat": "sign x 10"})
     out = _of([events for _, events in found], ChangeLeftOut)
     assert [(e.step, e.learner, e.rank) for e in out] == [
