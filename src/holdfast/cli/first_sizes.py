@@ -16,6 +16,7 @@ STEPS = 10  # of a pass, at least
 MAX_PASSES = 20  # over few texts; more of them repeat the texts by heart
 EPOCHS = 3  # passes over rows
 FULL_STEPS = 1000  # over texts
+USUAL_WARMUP = 20  # steps, of the key's default
 LONGEST_WARMUP = 5  # steps; a fine-tuning run begins with a low rate anyway
 
 
@@ -29,11 +30,13 @@ class FirstSizes:
     pass_steps: int = 0  # about; 0: not known, and many
     note: str = ""  # why they are smaller than usual; "" if they are not
 
-    @property
-    def warmup(self) -> int:
-        """Steps: a tenth of the passes over rows, at most LONGEST_WARMUP."""
-        tenth = EPOCHS * self.pass_steps // 10 if self.pass_steps else LONGEST_WARMUP
-        return min(LONGEST_WARMUP, tenth)
+    def warmup(self, *, is_rows: bool) -> int | None:
+        """Steps: a tenth of the run. None: the default fits."""
+        longest = LONGEST_WARMUP if is_rows else USUAL_WARMUP
+        tenth = (EPOCHS if is_rows else self.epochs) * self.pass_steps // 10
+        if tenth < longest and self.pass_steps and (is_rows or self.epochs):
+            return tenth
+        return longest if is_rows else None
 
     @property
     def epochs(self) -> int:

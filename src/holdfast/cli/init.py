@@ -128,10 +128,11 @@ def init(
             notes.append(_resume_note(path, from_))
     else:
         sizes = _sizes(rows or data, from_, is_rows=bool(rows))
+        warmup = sizes.warmup(is_rows=bool(rows))
         train = {
             "length": _length(sizes, is_rows=bool(rows)),
             "batch": BATCH.format(batch=sizes.batch, microbatch=sizes.microbatch),
-            "rate": (WARMUP.format(sizes.warmup) if rows else "") + (rate if from_ else ""),
+            "rate": ("" if warmup is None else WARMUP.format(warmup)) + (rate if from_ else ""),
         }
         if from_ is not None and not rows and (from_ / TRAINER_STATE).is_file():
             train, notes = _moved_in(from_)

@@ -25,7 +25,7 @@ def test_a_pass_over_few_rows_has_several_steps(number: int, as_list: bool, tmp_
     sizes = first_sizes(rows, 2048, is_rows=True)
     assert sizes.pass_steps >= STEPS // 2
     assert sizes.batch % sizes.microbatch == 0
-    assert sizes.warmup <= sizes.pass_steps
+    assert (sizes.warmup(is_rows=True) or 0) <= sizes.pass_steps
     assert sizes.note
     assert sizes.length >= 300 + 128, "the longest row and its template fit"
 
@@ -50,5 +50,7 @@ def test_few_texts_are_read_a_number_of_times(tmp_path: Path) -> None:
     sizes = first_sizes(tmp_path, 256, is_rows=False)
     assert (sizes.length, sizes.epochs > 0) == (256, True)
     assert sizes.batch < BATCH
+    assert (sizes.warmup(is_rows=False) or 20) <= sizes.epochs * sizes.pass_steps
     (tmp_path / "b.txt").write_text("river " * 200_000)
     assert first_sizes(tmp_path, 256, is_rows=False).epochs == 0
+    assert first_sizes(tmp_path, 256, is_rows=False).warmup(is_rows=False) is None

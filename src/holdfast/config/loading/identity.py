@@ -46,6 +46,7 @@ LATER_KEYS = frozenset(
     for section, names in {
         "": ("branch_of",),
         "data": ("mix",),
+        "data.curriculum": ("by", "descending", "passes", "window"),
         "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
         "lora": (
             *("adapter_checksum", "alpha", "base_checksum", "base_dtype", "dropout", "rank"),

@@ -23,6 +23,7 @@ from holdfast.options.registry import option_keys
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
     """One sentence for each value, with its place and a remedy."""
     found = [
+        *_given_twice(loaded),
         *_optimizer(loaded),
         *_schedule(loaded),
         *_intervals(loaded),
@@ -53,6 +54,15 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
 def _written(loaded: LoadedConfig, key: str) -> bool:
     origin = loaded.origins.get(key)
     return origin is not None and origin.kind in ("file", "command line")
+
+
+def _given_twice(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Words of the command line that a later one replaces."""
+    for index, word in enumerate(loaded.overrides):
+        key = word.partition("=")[0]
+        later = [each for each in loaded.overrides[index + 1 :] if each.startswith(f"{key}=")]
+        if later and later[-1] != word:
+            yield key, f"is given twice, and {word} has no effect", f"leave out {word}"
 
 
 def _optimizer(loaded: LoadedConfig) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ def describe_files(stage: StageConfig) -> Recipe:
     """Return what a recipe says of a stage's files and library; None for what is not there."""
     if stage.kind == "language":
         return {"library": library_version()}
-    if stage.kind == "function":
+    if stage.function is not None:
         path = Path(stage.place[0])
         return {"files": file_checksum(path) if path.is_file() else None}
     if not stage.texts:
@@ -64,7 +64,7 @@ def ready_stages(
         where = f"data.stages[{index}]"
         if stage.kind == "language":
             check_languages(stage.languages, f"{where}.languages")
-        elif stage.kind == "function":
+        elif stage.function is not None:
             ready.append({**recipe, "place": _function_file(stage, where)})
             continue
         elif stage.texts:
@@ -100,7 +100,7 @@ def _make_table(stage: StageConfig, where: str, limit: int) -> Table:
         texts = (text for texts in sets for text in texts)
         table = (
             train_model(texts, stage.order)
-            if stage.kind == "perplexity"
+            if stage.kind in ("perplexity", "score")
             else count_target(texts, stage.gram_words, stage.buckets)
         )
     if not len(table["keys"]):

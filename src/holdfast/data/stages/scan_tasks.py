@@ -80,8 +80,8 @@ class _StagedRows:
         reason, score = 0, nan
         if row[2]:
             outcome = self._chain.judge(text)
+            score = nan if outcome.score is None else outcome.score
             if outcome.rule:
-                score = nan if outcome.score is None else outcome.score
                 name = outcome.stage, outcome.rule
                 reason, row = self._names.setdefault(name, len(self._names) + 1), (0, 0, 0)
             else:
@@ -168,7 +168,7 @@ class StagedUnit:
         return mapped(self.path, "<u2", self.at + 24 * self.documents, self.documents)
 
     def scores(self) -> NDArray[np.float32]:
-        """[documents]: the number that left it out; nan: none"""
+        """[documents]: the number that left it out, or that `score` gives it; nan: none"""
         return mapped(self.path, "<f4", self.at + 26 * self.documents, self.documents)
 
     def signatures(self) -> NDArray[np.uint16]:

@@ -62,6 +62,8 @@ class RoundCost:
     rest_s: float
     sent_bytes: float  # of the worker that sends most
     leaving_bytes: float  # of all sites, over their links
+    leaving_by_site: Mapping[str, float]
+    link_usd: float  # of these bytes
     usd: float | None  # None: the price of the machines is not known
 
     @property
@@ -110,6 +112,8 @@ class RoundModel:
             self.rest_s,
             max(to_each) * (len(to_each) - 1),
             sum(leaving),
+            {site.name: n for site, n in zip(self.sites, leaving, strict=True)},
+            usd,
             None if machines is None else machines + usd,
         )
 
