@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import lcm
 
 from holdfast.config.loading.fields import as_path, field_at, value_at
 from holdfast.config.loading.identity import SCHEDULE_STEPS
@@ -39,6 +40,7 @@ _TRACKER_KEYS = {
     "mlflow": tuple(MlflowConfig.model_fields),
 }
 _OF_STAGES = ("balance", "balance_costs", "schedule", "virtual_stages")
+_OF_PAUSES = ("column", "above", "below", "max_hours")
 Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
@@ -167,6 +169,15 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
                 key,
                 f"{value} is longer than the run of {steps} steps, so it never comes",
                 f"use {max(1, steps // 4)}, or remove it",
+            )
+    if save.keep_best and save.interval == "fixed" and save.every_steps and not save.every_seconds:
+        shared = lcm(save.every_steps, every) if every else steps
+        if shared > steps:
+            yield (
+                "checkpoint.keep_best",
+                f"{save.keep_best} keeps checkpoints of validated steps, and before the end no "
+                "step is both saved and validated",
+                f"use train.evaluate.every={save.every_steps}",
             )
     if config.layout.exchange == "gathered" and config.layout.reduction == "fast":
         yield (
@@ -316,6 +327,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("layout.cp_method", all(degrees.cp == 1 for degrees in kinds), "layout.cp 1"),
         ("layout.cp_ring", layout.cp_method != "ulysses-ring", method),
         *(rule for option in option_keys() for rule in option.without_effect(layout)),
+        *((f"pause.{n}", not config.pause.file, "no pause.file") for n in _OF_PAUSES),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(

@@ -21,6 +21,12 @@ MANY_PASSES = 30
 repeated text gain next to nothing after 16."""
 FEW_PASSES = 4
 """Passes that a remedy names: they teach nearly as much as new text does."""
+USUAL_DECAY, MORE_DECAY = 0.1, (0.8, 3.2)
+"""Weight decay of runs that see each text once, and what runs with more passes should try. Kim et
+al. (2025, arXiv 2509.14786) find 30 times the usual one best for repeated text."""
+
+DECOUPLED = ("adamw", "lion", "muon")
+"""Optimizers whose weight decay is apart from the gradient."""
 
 
 def describe_use(
@@ -33,6 +39,7 @@ def describe_use(
         *_describe_mix(batches, train.steps),
         *_describe_curriculum(batches, data.curriculum, train.steps),
         *_too_many_passes(batches, train),
+        *_too_little_decay(batches, train),
         *_larger_than_the_data(batches, train),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
@@ -156,6 +163,20 @@ def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:
     yield (
         f"the dataset has {has:,} tokens, and the run trains on {last * batches.sequence_length:,}"
         f": it repeats them; add text, or use train.steps={fewer}"
+    )
+
+
+def _too_little_decay(batches: Batches, train: TrainConfig) -> Iterator[str]:
+    """A line for a run that repeats text with the weight decay of a run that does not."""
+    passes = batches.schedule.position(train.steps + 1) / sum(batches.order.sizes)
+    decay, is_chat = train.optimizer.weight_decay, any(batches.packed)
+    is_decoupled = train.optimizer.name in DECOUPLED
+    if is_chat or passes <= FEW_PASSES or decay > USUAL_DECAY or not is_decoupled:
+        return
+    tried = " and ".join(f"{value:g}" for value in MORE_DECAY)
+    yield (
+        f"{passes_text(passes)} with train.optimizer.weight_decay {decay:g}: the validation loss "
+        f"may rise again; compare short runs with {tried}"
     )
 
 
