@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtime.saving.ranks import _environment as environment
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.staging.trainer import Order
 from benchmarks.runtime.staging.ways import NODE, OURS, Places
-from benchmarks.runtime.turns import ROOT
 from holdfast.checkpoint.mover.main import MoverSpec
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
