@@ -3,6 +3,7 @@
     python -m benchmarks.runtime.outer_rounds loss
     python -m benchmarks.runtime.outer_rounds codecs
     python -m benchmarks.runtime.outer_rounds hostile
+    python -m benchmarks.runtime.outer_rounds overlap --learners 4 --every 30
 
 One process computes all learners in turn, which changes no bit of a round. A byte model of 60
 thousand parameters trains on this repository's docs. The loss is that of texts that it has not
@@ -217,6 +218,24 @@ def compare_losses(
             print(f"  K {learners}  H {every:3}  {_interval(over)}  ({shown})", flush=True)
 
 
+def compare_overlaps(steps: int, cells: list[tuple[int, int]]) -> None:
+    """Print the loss with overlap over that of the same rounds without, with 95 % intervals."""
+
+    def losses(learners: int, every: int, **more: Any) -> list[float]:
+        outer = {"learners": learners, "every_steps": every, "optimizer": UPDATES[0], **more}
+        return [train(config_of(seed, steps, "adamw", outer)) for seed in SEEDS]
+
+    for learners, every in cells:
+        plain = losses(learners, every)
+        for tau, alpha in product((1, every // 5, every // 2), (0.0, 0.5)):
+            found = losses(learners, every, overlap_steps=tau, overlap_alpha=alpha)
+            over = [100 * (loss / base - 1) for loss, base in zip(found, plain, strict=True)]
+            print(
+                f"  K {learners}  H {every:3}  overlap {tau:2}  alpha {alpha}  {_interval(over)}",
+                flush=True,
+            )
+
+
 @contextmanager
 def _attacked(attack: Attack, hostile: int) -> Iterator[None]:
     """The last learners send what an attack makes of their changes."""
@@ -267,7 +286,7 @@ def compare_rules(steps: int, counts: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("loss", "codecs", "hostile"))
+    parser.add_argument("what", choices=("loss", "codecs", "hostile", "overlap"))
     parser.add_argument("--steps", type=int, default=240, help="inner steps")
     parser.add_argument("--optimizers", nargs="*", default=["adamw", "muon"])
     parser.add_argument("--learners", nargs="*", type=int, default=[2, 4, 8])
@@ -278,6 +297,8 @@ def main() -> None:
     cells = list(product(given.learners, given.every))
     if given.what == "hostile":
         compare_rules(given.steps, given.hostile)
+    elif given.what == "overlap":
+        compare_overlaps(given.steps, cells)
     elif given.what == "loss":
         compare_losses(given.steps, given.optimizers, cells)
     else:

@@ -1,9 +1,11 @@
 """Learners that train apart, from outside: the hash of every round is that of an undisturbed run,
 whatever becomes of the workers that compute them.
 
-A schedule is drawn from a seed. It has the number of workers, the rounds after which one of them
-gets SIGKILL or SIGSTOP, and the round after which all leave. The run then continues with another
-number. `HOLDFAST_OUTER_SCHEDULES` says how many schedules are tried.
+A schedule is drawn from a seed. Even seeds draw a number of workers, the rounds after which one of
+them gets SIGKILL or SIGSTOP, and the round after which all leave. The run then continues with
+another number. Odd seeds draw two sites with a network of their own. Each schedule has a site that
+leaves and returns, one whose link is cut and mended, and one whose link is slow.
+`HOLDFAST_OUTER_SCHEDULES` says how many schedules are tried.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ import os
 import random
 import signal
 import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from holdfast.core.data.lineage import split_effective
 from holdfast.core.round_bytes import bytes_to_each
 from holdfast.core.sharding.state_table import learner_shares
 from holdfast.elastic.protocol.fault_orders import FaultOrder, FaultOrders
@@ -25,18 +32,27 @@ from holdfast.events import (
     ChangeLeftOut,
     GenerationStarted,
     LearnerChecked,
+    NodesPresent,
     OuterRound,
     Record,
+    StepDone,
     WorkerLost,
     WorkerStarted,
 )
 from holdfast.launch.run.rounds import values_of_change
 from holdfast.launch.run.runs import open_run
+from holdfast.plan.cost.rounds import CodecChoice, RoundModel, Site
+from holdfast.plan.objective.recovery_costs import RUNG_S
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from holdfast_lab.chaos.network import DEVICE, Network, why_unavailable
+from holdfast_lab.engine.round_replay import RoundRun, replay_rounds
+from holdfast_lab.traces.events import TraceEvent, in_order
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import Outcome, apart, start, within
 from tests.support.followed_run import FollowedRun
+from tests.support.nodes import Nodes, nodes_of
+from tests.support.ranks import wait_until
 
 ROUNDS, LEARNERS, INNER_STEPS, BATCH = 20, 3, 8, 6
 SETTINGS = (
@@ -55,8 +71,11 @@ HOWS = {
     "int4": ("outer.codec.name=int4",),
     "topk": ("outer.codec.name=topk",),
     "fragments": ("outer.fragments=2", f"outer.every_steps={2 * INNER_STEPS}", "model.layers=2"),
+    "overlap": ("outer.overlap_steps=3",),
 }
+HOWS["both"] = (*HOWS["fragments"], *HOWS["overlap"])
 """By name, more settings; a round has as many inner steps with each."""
+SITES = ("a", "b")
 SAMPLES = f"{ROUNDS * BATCH * INNER_STEPS:,} samples in {ROUNDS} steps: none missing, none twice"
 
 
@@ -78,7 +97,7 @@ def _alone(run_file: Path, how: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["none", "fragments"])
+@pytest.mark.parametrize("how", ["none", "both"])
 def test_a_worker_that_is_killed_changes_no_round(run_file: Path, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "killed"
     run = FollowedRun(folder, _train(run_file, folder, 2, how))
@@ -163,8 +182,13 @@ SCHEDULES = int(os.environ.get("HOLDFAST_OUTER_SCHEDULES", "4"))
 def test_any_schedule_of_losses_and_returns_has_the_same_rounds(
     run_file: Path, tmp_path: Path, seed: int
 ) -> None:
-    how = list(HOWS)[seed % len(HOWS)]
+    how = list(HOWS)[seed // 2 % len(HOWS)]
     chooser, folder = random.Random(seed), tmp_path / "disturbed"
+    if seed % 2:
+        _disturb_sites(run_file, folder, how, chooser)
+        _check(folder, _alone(run_file, how))
+        _check_replay(folder)
+        return
     points = sorted(chooser.sample(range(1, ROUNDS - 6), 4))
     leave_at = points.pop(chooser.randrange(len(points)))
     faults = {point: chooser.choice((signal.SIGKILL, signal.SIGSTOP)) for point in points}
@@ -213,6 +237,135 @@ def _disturb(
     ended = run.end()
     assert not due, f"the run ended before the rounds {sorted(due)}: {ended.err}"
     return ended
+
+
+def _disturb_sites(run_file: Path, folder: Path, how: str, chooser: random.Random) -> None:
+    """Train on two sites. After rounds that are drawn, a site leaves and returns, a link is cut and
+    mended, and a link is slow from then on."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    gate = FaultOrders(folder.parent / "gate")
+    gate.prepare(0)
+    places = chooser.choice(((1, 1), (1, 2), (2, 1)))
+    rows = ", ".join(f"{{name: site-{name}, nodes: [{name}], mbit_s: 100}}" for name in SITES)
+    settings = (
+        *(*SETTINGS, *HOWS[how], f"layout.workers={sum(places)}"),
+        *(f"cluster.faults={gate.folder}", f"cluster.sites=[{rows}]"),
+    )
+    with Network() as network, nodes_of(run_file, folder, *settings) as sites:
+        network.up(SITES)
+
+        def begin(name: str) -> None:
+            own = (*network.settings(name), f"cluster.places={places[SITES.index(name)]}")
+            sites.start(name, settings=own, before=network.command(name))
+
+        for name in SITES:
+            begin(name)
+        _open_until(gate, sites, partial(_has_round_of, sites, [set(SITES)], 0))
+        for kind in chooser.sample(("leaves", "cut", "slow"), 3):
+            for _ in range(chooser.randrange(3)):
+                _open_one(gate, sites)
+            name, left = chooser.sample(SITES, 2)
+            if kind == "slow":
+                rate = ("tbf", "rate", "3mbit", "burst", "8kb", "latency", "200ms")
+                command = (*network.command(name), "tc", "qdisc", "add", "dev", DEVICE, "root")
+                subprocess.run((*command, *rate), check=True)
+                continue
+            _open_one(gate, sites, waits=False)  # it hits a round that is open
+            step = max(sites.losses())
+            if kind == "cut":
+                network.cut(name)
+            elif chooser.random() < 0.5:
+                sites.kill(name)
+            else:
+                sites.agents[name].terminate()
+            # If the link is cut, either of the two may continue.
+            alone = [{left}] if kind == "leaves" else [{name}, {left}]
+            _open_until(gate, sites, partial(_has_round_of, sites, alone, step))
+            if name in sites.agents and kind == "leaves":
+                sites.agents.pop(name).communicate(timeout=60)
+            begun = time.time()
+            if kind == "cut":
+                network.heal(name)
+            else:
+                begin(name)
+            sites.wait_until(partial(_are_present, sites, begun), f"no {name}")
+            step = max(sites.losses())
+            _open_until(gate, sites, partial(_has_round_of, sites, [set(SITES)], step))
+        gate.open_gate(ROUNDS)
+        assert set(sites.end().values()) == {0}, sites.story()
+
+
+def _check_replay(folder: Path) -> None:
+    """A simulation in which the sites come and go at the same rounds has the same host of each
+    learner in each round."""
+    records = list(split_effective(read_journal(FolderStore(folder)))[0])
+    nodes = {
+        record.generation: record.event.topology["nodes"]
+        for record in records
+        if isinstance(record.event, GenerationStarted)
+    }
+    real: dict[int, dict[str, tuple[int, ...]]] = {}
+    for record in sorted(records, key=lambda record: getattr(record.event, "rank", 0)):
+        event = record.event
+        if isinstance(event, OuterRound) and event.learners:
+            node = nodes[record.generation][event.rank]
+            hosts = real.setdefault(event.step, {})
+            hosts[node] = (*hosts.get(node, ()), *event.learners)
+    config = open_run(folder).config
+    places = {name: max(of.count(name) for of in nodes.values()) for name in SITES}
+    sites = tuple(Site(f"site-{name}", places[name], 1e6) for name in SITES)
+    shares = learner_shares(LEARNERS, sum(places.values()))
+    model = RoundModel(shares, values_of_change(config), sites, inner_s=1.0)
+    run = RoundRun(config, model, CodecChoice("none", 0), lambda n: f"site-{n.name}", RUNG_S, 0.0)
+    events = [TraceEvent(0.0, "join", name, value=float(places[name])) for name in real[1]]
+    for step in range(2, ROUNDS + 1):
+        last = replay_rounds(run, in_order(events), 1e9).generations[-1]
+        for name in real[step - 1].keys() ^ real[step].keys():
+            rounds = step - last.first_round + (0.5 if name in real[step - 1] else -0.5)
+            begins = last.started_s + rounds * last.round_s
+            kind, value = ("fail", 0.0) if name in real[step - 1] else ("join", float(places[name]))
+            wait = 0.0 if kind == "fail" else config.cluster.settle_seconds
+            events.append(TraceEvent(begins - wait, kind, name, value=value))
+    simulated = {
+        generation.first_round + n: dict(generation.hosts)
+        for generation in replay_rounds(run, in_order(events), 1e9).generations
+        for n in range(generation.rounds)
+    }
+    assert simulated == real, events
+
+
+def _open_one(gate: FaultOrders, sites: Nodes, *, waits: bool = True) -> None:
+    """Let the run do one more round."""
+    step = max(sites.losses(), default=0) + 1
+    gate.open_gate(max(step, gate.gate or 0))
+    if waits:
+        sites.wait_step(step)
+
+
+def _open_until(gate: FaultOrders, sites: Nodes, due: Callable[[], bool]) -> None:
+    """Let the run do a round every two seconds until this is true."""
+    while not due():
+        assert (gate.gate or 0) < ROUNDS, sites.story()
+        _open_one(gate, sites, waits=False)
+        sites.wait_until(lambda: due() or max(sites.losses(), default=0) == gate.gate, "no round")
+        with suppress(TimeoutError):
+            wait_until(due, seconds=2.0)
+
+
+def _has_round_of(sites: Nodes, memberships: list[set[str]], after: int) -> bool:
+    """Return True if a generation of one of these memberships has done a later round."""
+    done = [r for r in sites.records() if isinstance(r.event, StepDone) and r.event.step > after]
+    return any(sites.nodes(number) in memberships for number in {r.generation for r in done})
+
+
+def _are_present(sites: Nodes, begun: float) -> bool:
+    """Return True if a coordinator has seen both sites since a wall time."""
+    return any(
+        isinstance(record.event, NodesPresent) and record.event.nodes.keys() >= set(SITES)
+        for record in sites.records()
+        if record.time > begun
+    )
 
 
 def _train(run_file: Path, folder: Path, workers: int, how: str) -> subprocess.Popen[str]:

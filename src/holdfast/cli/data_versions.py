@@ -93,6 +93,10 @@ def _print_stage(stage: StageSample) -> None:
         f"  stage {stage.stage} ({stage.kind}): {stage.met:,} documents, "
         f"{'; '.join(parts) or 'nothing left out or changed'}"
     )
+    if stage.scores:
+        ordered = sorted(stage.scores)
+        low, middle, high = (f"{ordered[len(ordered) * i // 10]:.4g}" for i in (1, 5, 9))
+        print(f"    scores: a tenth below {low}, half below {middle}, a tenth above {high}")
     for example in stage.examples:
         score = "" if example.score is None else f" {example.score:.4g}"
         print(f"    {example.document} {example.rule}{score}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.first_sizes import EPOCHS, FULL_STEPS, FirstSizes, first_sizes
 from holdfast.cli.moving_in import add_data, read_job
 from holdfast.cli.options import refuse_beside
 from holdfast.config.huggingface.folder import read_folder_model, read_json_object
@@ -40,8 +41,8 @@ checkpoint: {{every_steps: 50}}
 """
 
 BATCH = """\
-  batch_size: 16           # samples of a step, over all workers together
-  microbatch_size: 2       # the unit of work that is dealt to workers
+  batch_size: {batch:<12} # samples of a step, over all workers together
+  microbatch_size: {microbatch:<7} # the unit of work that is dealt to workers
 """
 STDLIB = """\
   sources:                 # real text that every machine with Python has
@@ -56,8 +57,6 @@ OBJECTIVES = {
     "unpaired_preference": "objective: {kind: kto}\n",
 }
 WARMUP = "  schedule: {{warmup_steps: {}}}\n"
-LONGEST_WARMUP = 5  # steps; a fine-tuning run begins with a low rate anyway
-ROWS_PER_WARMUP_STEP = 256  # a tenth of three epochs of packed rows, of which a step takes some 80
 ROWS = {
     "chosen": "preference",
     "label": "unpaired_preference",
@@ -118,15 +117,7 @@ def init(
     # YAML reads 2026 as a number, so such a name is quoted.
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in path.stem)
     name = name.lstrip("._-") or "run"
-    train = {
-        "length": "  epochs: 3                # passes over the rows" if rows else "  steps: 1000",
-        "batch": BATCH,
-        "rate": (WARMUP.format(_warmup_steps(rows)) if rows else "") + (rate if from_ else ""),
-    }
     notes: list[str] = []
-    if from_ is not None and not rows and (from_ / TRAINER_STATE).is_file():
-        train, notes = _moved_in(from_)
-        notes.append(_resume_note(path, from_))
     job = read_job(from_) if from_ is not None and not rows else None
     if job is not None and from_ is not None:
         add_data(job, name, _source(data, is_chat=False) if data else None)
@@ -136,11 +127,23 @@ def init(
         if from_.is_dir():
             notes.append(_resume_note(path, from_))
     else:
+        sizes = _sizes(rows or data, from_, is_rows=bool(rows))
+        warmup = sizes.warmup(is_rows=bool(rows))
+        train = {
+            "length": _length(sizes, is_rows=bool(rows)),
+            "batch": BATCH.format(batch=sizes.batch, microbatch=sizes.microbatch),
+            "rate": ("" if warmup is None else WARMUP.format(warmup)) + (rate if from_ else ""),
+        }
+        if from_ is not None and not rows and (from_ / TRAINER_STATE).is_file():
+            train, notes = _moved_in(from_)
+            notes.append(_resume_note(path, from_))
+        elif sizes.note:
+            notes.append(sizes.note)
         text = TEMPLATE.format(
             name=path,
             stem=name if parse_scalar(name) == name else f'"{name}"',
             dataset=name if data or from_ or rows else "python-stdlib",
-            data=_data(data, from_, rows, "--preferences" if preferences else "--chat"),
+            data=_data(data, from_, rows, "--preferences" if preferences else "--chat", sizes),
             model=_model(from_, preferences),
             **train,
         )
@@ -221,14 +224,31 @@ def _model(model: Path | None, preferences: Path | None) -> str:
     return lines + "\n" + OBJECTIVES[rows]
 
 
-def _data(data: Path | None, model: Path | None, chat: Path | None, option: str) -> str:
-    """The lines of `data:` after its folder. option: which names rows of chat data. Raises
-    ConfigError and ModelFolderError."""
-    length = 2048 if chat else 256
+def _sizes(file: Path | None, model: Path | None, *, is_rows: bool) -> FirstSizes:
+    """The sizes of a run on this file. Raises ModelFolderError."""
+    length = 2048 if is_rows else 256
     if model is not None:
         length = min(length, read_folder_model(model).max_position)
+    if file is None or not file.exists():  # a file that is missing is refused where it is described
+        return FirstSizes(length)
+    return first_sizes(file, length, is_rows=is_rows)
+
+
+def _length(sizes: FirstSizes, *, is_rows: bool) -> str:
+    """The line of `train:` that says how long the run is."""
+    if is_rows or sizes.epochs:
+        epochs = EPOCHS if is_rows else sizes.epochs
+        return f"  epochs: {epochs:<16} # passes over the {'rows' if is_rows else 'texts'}"
+    return f"  steps: {FULL_STEPS}"
+
+
+def _data(
+    data: Path | None, model: Path | None, chat: Path | None, option: str, sizes: FirstSizes
+) -> str:
+    """The lines of `data:` after its folder. option: which names rows of chat data. Raises
+    ConfigError and ModelFolderError."""
     lines = "" if model is not None else TOKENIZER
-    lines += f"  sequence_length: {length}\n"
+    lines += f"  sequence_length: {sizes.length}\n"
     if chat is not None:
         refuse_beside(option, {"--data": data})
         if model is None:
@@ -256,14 +276,6 @@ def _data(data: Path | None, model: Path | None, chat: Path | None, option: str)
             )
         source["rows"] = rows
     return f"  sources:\n    - {yaml_word(source)}\n{lines}"
-
-
-def _warmup_steps(rows: Path) -> int:
-    """Return a warm-up that fits the few steps of a small file. Parquet gets the longest."""
-    if rows.suffix.lower() == ".parquet" or not rows.is_file():  # refused where it is described
-        return LONGEST_WARMUP
-    with rows.open("rb") as file:
-        return min(LONGEST_WARMUP, sum(1 for _ in file) // ROWS_PER_WARMUP_STEP)
 
 
 def _source(file: Path, is_chat: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import JournalJson, run_path
 from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.identity import refuse_other_run
-from holdfast.config.loading.load import LoadedConfig, resolve_config
+from holdfast.config.loading.load import LoadedConfig, load_config, resolve_config
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import RunFolderError
@@ -30,7 +30,7 @@ from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import joining_weights
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
-from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
+from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved, run_folder_of
 from holdfast.launch.run.task_run import describe_in, describe_named_in
 from holdfast.launch.start.begin import finished_step
 from holdfast.launch.start.data import prepare_and_check_dataset
@@ -82,6 +82,13 @@ def join(
     from holdfast.machine.hardware import detect_hardware
 
     stored = read_resolved(folder)
+    if folder.is_file():
+        run = place_word(run_folder_of(load_config(folder).config))
+        raise RunFolderError(
+            "a node joins by the folder of a run, and this is a run file",
+            where=str(folder),
+            remedy=f"name the folder: holdfast join {run}",
+        )
     if stored is None:
         raise RunFolderError(
             "no run has been started here",

@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # End quietly, as SIGPIPE would: the reader of our output has exited (`| head`).
         return 141
+    except KeyboardInterrupt:  # while modules are imported
+        print("holdfast: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:  # of the help: a command's own errors have been answered
         print(f"holdfast: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 2

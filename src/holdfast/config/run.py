@@ -280,6 +280,13 @@ class RunConfig(Section):
                 f"outer.fragments {outer.fragments} are more than the {self.model.layers} blocks "
                 f"of the model: use outer.fragments {self.model.layers}"
             )
+        sites, workers = self.cluster.sites, self.layout.workers
+        placed = sum(site.workers for site in sites)
+        if workers and placed and all(site.workers for site in sites) and placed != workers:
+            yield (
+                f"cluster.sites have {placed} workers, and layout.workers is {workers}: use "
+                f"layout.workers {placed}"
+            )
         share = train.batch_size // outer.learners
         if train.microbatch_size and share % train.microbatch_size:
             yield (

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from holdfast.api.progress import LongWork
 from holdfast.cli.dispatch import app as make_app
+from holdfast.config.loading.load import load_config
 from holdfast.plan.objective.energy import pools_without_price
 from holdfast.show.output import check_target, print_json, print_table, say, write_text
 from holdfast_lab.charts.study_charts import stacked_svg
@@ -24,6 +25,7 @@ from holdfast_lab.traces.node_changes import ReadOptions
 
 if TYPE_CHECKING:
     from holdfast_lab.engine.asked_study import StudyResult
+    from holdfast_lab.traces.events import EventStream
 
 RUN = "run"
 
@@ -126,7 +128,8 @@ def run_file(
     svg: Svg = None,
     json: Json = False,
 ) -> None:
-    """Replay a trace through a run's plan and policies.
+    """Replay a trace through a run's plan and policies. For a run with outer.learners, replay the
+    rounds of its sites.
 
     The table has kept tokens, goodput, lost work, recoveries, traffic, money and energy. With more
     than one history it has their means, and 95 % intervals by bootstrap. docs/studies/simulate.md
@@ -141,7 +144,11 @@ def run_file(
       holdfast simulate run.yaml --make failures --days 90 --out simulated
     """
     from holdfast.cli.plan_request import read_plan_request  # slow to import
-    from holdfast_lab.engine.asked_study import Asked, study_of
+    from holdfast_lab.commands.simulate_rounds import refuse_options, simulate_rounds
+    from holdfast_lab.engine.asked_study import Asked, refuse_no_trace, study_of
+
+    def read() -> list[EventStream]:
+        return read_each([*asked.traces], ReadOptions(gpu=gpu), [*asked.zones])
 
     if svg is not None:
         check_target(svg, "--svg", [run_file, *(trace or ()), Path(cluster)])
@@ -162,11 +169,16 @@ def run_file(
         journal=journal,
         out=out,
     )
+    if load_config(run_file, list(asked.overrides)).config.outer.is_on:
+        refuse_options(asked, {"--svg": svg})
+        refuse_no_trace(asked)
+        simulate_rounds(asked, read(), json=json)
+        return
     with only_writer(out), explained_out_errors(out or Path()):
         study = study_of(
             asked,
             lambda keys: read_plan_request(run_file, [*asked.overrides, *keys], cluster),
-            lambda: read_each([*asked.traces], ReadOptions(gpu=gpu), [*asked.zones]),
+            read,
             LongWork("planning"),
         )
     for note in study.notes:

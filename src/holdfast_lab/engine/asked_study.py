@@ -94,11 +94,11 @@ def study_of(
     plan: plans the run with further keys of the run file. read: a stream of each file of the trace.
     """
     fixed, of_generator = _fixed_settings(asked)
-    _refuse_no_trace(asked)
+    refuse_no_trace(asked)
     recorded = read() if asked.traces else ()
     files = [stream.header.sha256 for stream in recorded]
     histories = _Histories(asked, recorded)
-    prices = _prices(asked.journal)
+    prices = rung_prices_of(asked.journal)
     variants = list(_variants(asked, fixed))
     plans: dict[tuple[str, ...], PlanRequest] = {}
     outcomes, notes = list[Outcome](), list[str]()
@@ -146,7 +146,8 @@ def study_of(
     return StudyResult(asked, first, histories.words, tuple(outcomes), tuple(dict.fromkeys(notes)))
 
 
-def _refuse_no_trace(asked: Asked) -> None:
+def refuse_no_trace(asked: Asked) -> None:
+    """Raise ConfigError if there is no trace, or one too many."""
     if bool(asked.traces) == bool(asked.made):
         raise ConfigError(
             "there is no trace" if not asked.traces else "--trace and --make name two traces",
@@ -233,7 +234,7 @@ def _with_loss_rate(
 
 
 # --- what runs ----------------------------------------------------------------------------------
-def _prices(journal: Path | None) -> Mapping[int, float]:
+def rung_prices_of(journal: Path | None) -> Mapping[int, float]:
     """Return the price of each rung: the kept ones, and those of a run in their place."""
     if journal is None:
         return RUNG_S

@@ -28,6 +28,13 @@ from tests.support.tiny_training import tiny
             "token_weighted does not leave out",
         ),
         ({"outer__optimizer": {"momentum": 0}}, "Nesterov"),
+        (
+            {
+                "layout__workers": 3,
+                "cluster__sites": [{"name": n, "workers": 1, "mbit_s": 1} for n in "ab"],
+            },
+            "have 2 workers, and layout.workers is 3",
+        ),
         ({"outer__mode": "free"}, "use average token_weighted"),
         (
             {

@@ -64,8 +64,11 @@ def fed_by_workers(dataset: Dataset, config: DataConfig) -> list[tuple[int, int,
     return sorted(found)
 
 
-def test_the_order_is_the_same_for_8_3_5_and_7_workers(tmp_path: Path) -> None:
-    config = three_chats(tmp_path)
+@pytest.mark.parametrize("curriculum", [{}, {"by": "length", "window": 3}], ids=["none", "length"])
+def test_the_order_is_the_same_for_8_3_5_and_7_workers(
+    tmp_path: Path, curriculum: dict[str, Any]
+) -> None:
+    config = three_chats(tmp_path, curriculum=curriculum)
     dataset = make(config)
     reference = batches(dataset, config, batch_size=20, microbatch_size=1)
     samples = reference.schedule.position(STEPS + 1)

@@ -331,10 +331,11 @@ def stages_with_files(folder: Path) -> list[dict[str, Any]]:
 def test_kills_and_other_numbers_of_workers_change_no_byte(tmp_path: Path, kills: int) -> None:
     """Random SIGKILLs of the preparation, or of one of its processes, 1 to 5 processes in turn."""
     sources = corpus(tmp_path / "in", 150)
-    stages = [*STAGES[:-1], *stages_with_files(tmp_path), STAGES[-1]]
+    like = {"kind": "importance", "texts": [{"path": f"{tmp_path}/good.txt"}], "share": 0.7}
+    stages = [*STAGES[:-1], *stages_with_files(tmp_path), STAGES[-1], like]
     settings: dict[str, Any] = SETTINGS | {"stages": stages}
     dataset = make(data_config(tmp_path / "one", *sources, **settings))
-    assert len({entry["kind"] for entry in removed(dataset)}) >= 6
+    assert len({entry["kind"] for entry in removed(dataset)}) >= 7
     expected = tree(dataset.folder)
     rng = random.Random(kills)
     done = number = 0

@@ -17,12 +17,14 @@ from holdfast.core.sharding.fragments import fragment_of
 from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.free_learners import FreeLearnerExecutor
+from holdfast.training.engine.learners import LearnerExecutor
 from tests.support.ranks import RankContext, rank_values, wait_until
 from tests.support.tiny_training import Fed, engine, feed, one_step, tiny, train
 
 ROUNDS = 3
 LEARNERS: dict[str, Any] = {"learners": 3, "every_steps": 2}
 FRAGMENTS: dict[str, Any] = {"every_steps": 4, "fragments": 2}
+OVERLAP: dict[str, Any] = {"overlap_steps": 1, "overlap_alpha": 0.3}
 
 
 def _weights(made: StepEngine) -> str:
@@ -59,8 +61,9 @@ def _rounds(rank: RankContext, **changes: Any) -> list[str]:
         {"outer": LEARNERS | {"average": "rda", "codec": {"name": "int2"}}},
         {"outer": LEARNERS | {"codec": {"name": "topk", "share": 0.1}}},
         {"outer": LEARNERS | FRAGMENTS},
+        {"outer": LEARNERS | {"overlap_steps": 1}},
         {
-            "outer": LEARNERS | FRAGMENTS | {"codec": {"name": "int4"}, "average": "rda"},
+            "outer": LEARNERS | FRAGMENTS | OVERLAP | {"codec": {"name": "int4"}, "average": "rda"},
             "train__precision": "bf16",
         },
     ],
@@ -161,6 +164,88 @@ def test_one_learner_takes_the_steps_of_a_run_without_rounds(fragments: int) -> 
     assert difference < 1e-12
 
 
+def _difference_from_the_paper(rank: RankContext, fragments: int) -> float:
+    """Streaming DiLoCo (Douillard et al., 2025, algorithm 2) on runs without rounds, one inner step
+    after the other. Fragment p is sent at steps (p+1) H/F - tau, and received tau later."""
+    learners, every, tau, alpha, rounds = 2, 3 * fragments, 2, 0.3, 2 * fragments + 1
+    rate, momentum, inner = 0.6, 0.8, every // fragments
+    schedule = {"kind": "constant", "warmup_steps": 0}
+    shared = {"train__precision": "float64", "train__schedule": schedule}
+    plain = [
+        _alone(tiny(train__batch_size=4, **shared), rank, f"plain {m}") for m in range(learners)
+    ]
+    outer = {
+        "outer__learners": learners,
+        "outer__every_steps": every,
+        "outer__fragments": fragments,
+        "outer__overlap_steps": tau,
+        "outer__overlap_alpha": alpha,
+        "outer__optimizer": {"name": "nesterov", "learning_rate": rate, "momentum": momentum},
+    }
+    batch = {"train__batch_size": 4 * learners}
+    made = _alone(tiny(**outer, **shared, **batch), rank, "learners")
+    own = [run.parameters.master_tensors for run in plain]
+    weights = [tensor.clone() for tensor in own[0]]
+    speeds, sent = [torch.zeros_like(t) for t in weights], dict[int, list[torch.Tensor]]()
+    number_of = fragment_of(made.parameters.table, fragments)
+    numbers = [number_of[row.name] for row in made.parameters.table]
+    for t in range(1, rounds * inner + 1):
+        for m, run in enumerate(plain):
+            run.begin(t)
+            run.compute([feed(t, 2 * m + leaf) for leaf in range(2)])
+            run.apply(run.reduce())
+        for p in range(fragments):
+            places = [i for i, number in enumerate(numbers) if number == p]
+            if (t - (p + 1) * inner + tau) % every == 0:
+                sent[p] = [sum(weights[i] - w[i] for w in own) / learners for i in places]
+            if (t - (p + 1) * inner) % every == 0:
+                for i, change in zip(places, sent[p], strict=True):
+                    speeds[i] = momentum * speeds[i] + change
+                    weights[i] = weights[i] - rate * (change + momentum * speeds[i])
+                    for w in own:
+                        w[i].copy_(alpha * w[i] + (1 - alpha) * weights[i])
+    for number in range(1, rounds + 1):
+        steps = range((number - 1) * inner + 1, number * inner + 1)
+        made.begin(number)
+        made.compute(
+            [
+                _joined([feed(t, 2 * m + leaf) for t in steps for leaf in range(2)])
+                for m in range(learners)
+            ]
+        )
+        made.apply(made.reduce())
+    pairs = zip(made.parameters.master_tensors, weights, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_overlap_is_that_of_streaming_diloco(fragments: int) -> None:
+    (difference,) = rank_values(_difference_from_the_paper, 1, {"fragments": fragments})
+    assert difference < 1e-12
+
+
+def _summed_before_the_end(rank: RankContext) -> bool:
+    """Each rank begins the last inner step of a round once the sum has begun."""
+    outer = LEARNERS | OVERLAP | {"learners": 2, "every_steps": 3}
+    config = tiny(**{f"outer__{key}": value for key, value in outer.items()})
+    made = engine(config, rank.rank, rank.store(), replicas=rank.world_size)
+    learners, calls = made.learners, count(1)
+    assert isinstance(learners, LearnerExecutor)
+
+    def wait_for_changes() -> None:
+        if next(calls) % 3 == 2:
+            wait_until(lambda: made.is_summed, 120, "the changes")
+
+    learners.on_progress = wait_for_changes
+    train(made, ROUNDS)
+    made.close()
+    return True
+
+
+def test_changes_travel_while_the_last_inner_steps_run() -> None:
+    assert rank_values(_summed_before_the_end, 2) == [True, True]
+
+
 def test_fragments_are_even_and_keep_blocks_together() -> None:
     rows = decoder_parameters(ModelConfig.model_validate({"preset": "small", "layers": 24}))
     found = fragment_of(rows, 4)
@@ -209,7 +294,7 @@ def _replayed(rank: RankContext, outer: dict[str, Any], rounds: list[Any]) -> li
 
 @pytest.mark.parametrize(
     ("late", "codec", "fate"),
-    [("drop", {}, "dropped"), ("use", {}, "used_late"), ("use", {"name": "int4"}, "used_late")],
+    [("drop", {}, "dropped"), ("use", {"name": "int4"}, "used_late"), ("discount", {}, "late")],
 )
 def test_one_process_computes_the_rounds_of_mode_free_again(
     late: str, codec: dict[str, Any], fate: str
@@ -222,3 +307,40 @@ def test_one_process_computes_the_rounds_of_mode_free_again(
     assert [[row["fate"] for row in rows].count(fate) for _, rows, _ in rounds] == [1] * 4
     assert len({weights for weights, _, _ in rounds}) == 4, "the weights move in each round"
     assert rank_values(_replayed, 1, {"outer": outer, "rounds": rounds}) == [rounds]
+
+
+def _late_change_differs_by(rank: RankContext) -> float:
+    """The round after one with a late change is the weighted mean of the changes of that round and
+    the late one. Each of the two is known from a run that has the other not."""
+    sgd = {"name": "sgd", "learning_rate": 1.0}
+    inner = {"name": "sgd", "learning_rate": 0.5, "momentum": 0.0, "clip_norm": 0.0}
+
+    def run(name: str, late: str, rounds: dict[int, list[int]]) -> tuple[list[Any], list[Any]]:
+        outer = FREE | {"free": {"late": late}, "optimizer": sgd}
+        more = {"train__precision": "float64", "train__optimizer": inner}
+        made = _alone(tiny(**{f"outer__{k}": v for k, v in outer.items()}, **more), rank, name)
+        assert isinstance(made.learners, FreeLearnerExecutor)
+        made.learners.recorded = rounds
+        weights = [[t.clone() for t in made.parameters.master_tensors]]
+        for step in rounds:
+            one_step(made, step)
+            weights.append([t.clone() for t in made.parameters.master_tensors])
+        return weights, list(made.learners.fates)
+
+    first, second = [4, 2, 4], [4, 4, 4]
+    found, fates = run("discount", "discount", {1: first, 2: second})
+    plain, _ = run("drop", "drop", {1: first, 2: second})
+    alone, late_fates = run("use", "use", {1: [0, 2, 0]})
+    tokens, late = sum(row.tokens for row in fates), 0.5 * late_fates[1].tokens
+    differences = [
+        (before - after) * (tokens + late) - (before - without) * tokens - late * (start - moved)
+        for before, after, without, start, moved in zip(
+            found[1], found[2], plain[2], alone[0], alone[1], strict=True
+        )
+    ]
+    return max(float(d.abs().max()) for d in differences) / tokens
+
+
+def test_a_late_change_counts_in_the_next_round_with_its_discount() -> None:
+    (difference,) = rank_values(_late_change_differs_by, 1)
+    assert difference < 1e-8  # changes travel in fp32

@@ -46,6 +46,7 @@ LATER_KEYS = frozenset(
     for section, names in {
         "": ("branch_of",),
         "data": ("mix",),
+        "data.curriculum": ("by", "descending", "passes", "window"),
         "data.chat": ("long_rows", "template_kwargs", "train_on", "weights"),
         "lora": (
             *("adapter_checksum", "alpha", "base_checksum", "base_dtype", "dropout", "rank"),
@@ -67,9 +68,12 @@ LATER_KEYS = frozenset(
             *("score_head", "weights_checksum", "window_rope_theta"),
         ),
         "model.rope_scaling": ("attention_factor", "beta_fast", "beta_slow", "truncate", "type"),
-        "outer": ("average", "every_steps", "faulty", "fragments", "learners", "mode"),
+        "outer": (
+            *("average", "every_steps", "faulty", "fragments", "learners", "mode"),
+            *("overlap_alpha", "overlap_steps"),
+        ),
         "outer.codec": ("error_feedback", "name", "rank", "share"),
-        "outer.free": ("grace_seconds", "late", "quorum"),
+        "outer.free": ("discount", "grace_seconds", "late", "quorum"),
         "outer.trust": ("checks", "direction", "limit", "norm"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "server": (

@@ -23,6 +23,7 @@ from holdfast.options.registry import option_keys
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
     """One sentence for each value, with its place and a remedy."""
     found = [
+        *_given_twice(loaded),
         *_optimizer(loaded),
         *_schedule(loaded),
         *_intervals(loaded),
@@ -53,6 +54,15 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
 def _written(loaded: LoadedConfig, key: str) -> bool:
     origin = loaded.origins.get(key)
     return origin is not None and origin.kind in ("file", "command line")
+
+
+def _given_twice(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Words of the command line that a later one replaces."""
+    for index, word in enumerate(loaded.overrides):
+        key = word.partition("=")[0]
+        later = [each for each in loaded.overrides[index + 1 :] if each.startswith(f"{key}=")]
+        if later and later[-1] != word:
+            yield key, f"is given twice, and {word} has no effect", f"leave out {word}"
 
 
 def _optimizer(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -253,9 +263,12 @@ def _of_learners(loaded: LoadedConfig) -> Iterator[Rule]:
     yield "outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"
     yield "outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"
     yield "outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"
+    yield "outer.overlap_alpha", not outer.overlap_steps, "outer.overlap_steps 0"
     yield "outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"
     for name in type(outer.free).model_fields:
         yield f"outer.free.{name}", not outer.is_free, "outer.mode fixed"
+    late = outer.free.late
+    yield "outer.free.discount", late != "discount", f"outer.free.late {late}"
 
 
 def _of_servers(server: ParameterServerConfig) -> Iterator[Rule]:

@@ -112,6 +112,27 @@ class MixStage(Section):
                 yield f"weights.{name} {weight:g} is negative: use 0 or more"
 
 
+class CurriculumConfig(Section):
+    """The order in which the samples of a source are read (docs/guide/data.md)."""
+
+    by: Literal["none", "length", "score"] = "none"
+    """none: shuffled. length: by the tokens of documents, the shortest first; packed rows of chats
+    by the mean of a sample. score: by the number of the stage of kind score, the lowest first"""
+    descending: bool = Field(False, description="the longest, or the highest score, first")
+    passes: int = Field(1, ge=1, description="passes over a source in this order; then shuffled")
+    window: int = Field(1, ge=1, description="samples in a row that are shuffled; 1: none are")
+
+    @property
+    def suffix(self) -> str:
+        """What tells samples of other orders apart, in the name of a file."""
+        return "" if self.by == "none" else f"-{self.by}{'-down' if self.descending else ''}"
+
+    def broken_rules(self) -> Iterator[str]:
+        for name in ("descending", "passes", "window"):
+            if self.by == "none" and getattr(self, name) != type(self).model_fields[name].default:
+                yield f"{name} has no effect with by none: use by: length, or by: score"
+
+
 class TokenizerConfig(Section):
     """A byte-level BPE trained on the corpus, or any tokenizer.json."""
 
@@ -165,6 +186,7 @@ class DataConfig(Section):
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
     mix: Branch[tuple[MixStage, ...]] = ()
     """weights of sources that change at a step (docs/guide/data.md)"""
+    curriculum: CurriculumConfig = CurriculumConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     chat: ChatConfig = ChatConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
@@ -253,10 +275,20 @@ class DataConfig(Section):
                 yield (
                     f"stages.{index}.sources has {unknown[0]}, no source: use [{', '.join(names)}]"
                 )
-            if stage.kind in JOINS and index + 1 < len(self.stages):
+            rest = [later.kind for later in self.stages[index + 1 :]]
+            if stage.kind in JOINS and (stage.kind in rest or not set(rest) <= set(JOINS)):
                 yield (
                     f"stages.{index} is {stage.kind}, which compares what is left: remove it, or "
                     "write it last"
+                )
+        for name in names:
+            count = sum(s.kind == "score" and name in (s.sources or names) for s in self.stages)
+            if count > 1:
+                yield f"stages has {count} of kind score for {name}: use one for each source"
+            if not count and self.curriculum.by == "score":
+                yield (
+                    f"curriculum.by score needs a stage of kind score for {name}: use stages "
+                    "[{kind: score, texts: [{path: good.txt}]}]"
                 )
         if self.stages and self.has_chat:
             yield "stages judges texts, and chat data has none: remove it"

@@ -82,13 +82,11 @@ class OuterFreeConfig(Section):
     grace_seconds: Never[float] = Field(5.0, ge=0)
     """seconds that the rest has after the quorum. If workers have unlike numbers of learners, they
     begin once the largest share could be done at the pace of the quorum"""
-    late: Never[Literal["drop", "use"]] = "drop"
-    """what a learner did that a close interrupted. use: it counts by the tokens that it read"""
-
-    @property
-    def uses_late(self) -> bool:
-        """Return True if an interrupted learner is used."""
-        return self.late == "use"
+    late: Never[Literal["drop", "use", "discount"]] = "drop"
+    """what a learner did that a close interrupted. use: it counts by the tokens that it read.
+    discount: it counts in the next round, so no round waits for its way"""
+    discount: Never[float] = Field(0.5, gt=0, le=1)
+    """late discount: factor of the tokens of a late change"""
 
 
 class OuterConfig(Section):
@@ -104,6 +102,12 @@ class OuterConfig(Section):
     fragments: Never[int] = Field(1, ge=1, le=4096)
     """parts of the weights, of which each round exchanges one in turn. A round then has
     every_steps / fragments inner steps, and each part is exchanged once in every_steps"""
+    overlap_steps: Never[int] = Field(0, ge=0, le=10**6)
+    """inner steps that a learner does while its change travels: the last ones of the round. The
+    average is applied after them. 0: a learner waits for the average"""
+    overlap_alpha: Never[float] = Field(0.5, ge=0, lt=1)
+    """part of its own weights that a learner keeps when the average arrives. The rest are the
+    weights of the run. 0: what it did since it sent its change is lost"""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     average: Never[Average] = "mean"
     """of the learners' changes. mean: each counts once; token_weighted: by the tokens of its round.
@@ -128,6 +132,11 @@ class OuterConfig(Section):
     def inner_steps(self) -> int:
         """Inner steps of a round."""
         return self.every_steps // self.fragments
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return True if each learner has weights of its own between rounds."""
+        return self.is_on and (self.fragments > 1 or self.overlap_steps > 0)
 
     def refuse_one_state(self, what: str, where: str, remedy: str) -> None:
         """Raises ConfigError for a run with learners. what: it holds the state of one optimizer."""
@@ -165,6 +174,11 @@ class OuterConfig(Section):
         return self.is_on and self.mode == "free"
 
     @property
+    def keeps_late(self) -> bool:
+        """Return True if a change that a close interrupted counts in the next round."""
+        return self.is_free and self.free.late == "discount"
+
+    @property
     def quorum(self) -> int:
         """The learners that a round of mode free waits for."""
         return self.free.quorum or self.learners // 2 + 1
@@ -175,6 +189,13 @@ class OuterConfig(Section):
             yield (
                 f"fragments {self.fragments} do not divide every_steps {self.every_steps}: use "
                 f"every_steps {good}"
+            )
+        if self.is_on and 0 < self.inner_steps <= self.overlap_steps:
+            most = self.inner_steps - 1
+            remedy = f"overlap_steps {most}" if most else f"every_steps {2 * self.fragments}"
+            yield (
+                f"overlap_steps {self.overlap_steps} leave none of the {self.inner_steps} inner "
+                f"steps of a round before its exchange: use {remedy}"
             )
         if self.is_on and self.counts_faulty and 2 * self.faulty >= self.learners:
             yield (
@@ -190,6 +211,10 @@ class OuterConfig(Section):
                 yield "codec.name powersgd has not been built for fragments: use fragments 1"
             if self.is_on and self.trust.is_on:
                 yield "trust has not been built for fragments: use fragments 1, or no trust"
+        if self.overlap_steps and self.is_free:
+            yield "overlap_steps have not been built for mode free: use overlap_steps 0"
+        if self.overlap_steps and self.is_on and self.trust.is_on:
+            yield "trust has not been built for overlap_steps: use overlap_steps 0, or no trust"
         if self.is_free and self.average != "token_weighted":
             yield (
                 f"mode free weighs learners by the tokens that they read, and average is "

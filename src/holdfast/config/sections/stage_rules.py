@@ -36,6 +36,11 @@ CODE: dict[str, tuple[str, ...]] = {
     "perplexity": ("filters/word_grams.py", "filters/perplexity.py", "filters/shingles.py"),
     "contamination": ("filters/word_grams.py", "filters/contamination.py", "filters/shingles.py"),
     "function": ("filters/user_function.py",),
+    "score": (
+        *("filters/score.py", "filters/user_function.py"),
+        *("filters/word_grams.py", "filters/perplexity.py", "filters/shingles.py"),
+    ),
     "near_duplicates": ("filters/shingles.py", "stages/near_duplicates.py"),
+    "importance": ("filters/word_grams.py", "filters/shingles.py", "stages/importance.py"),
 }
 """Kind -> the files below `holdfast/data` whose code decides what the stage does."""

@@ -23,11 +23,13 @@ USED_KEYS: dict[str, tuple[str, ...]] = {
     "perplexity": ("texts", "order", "min_perplexity", "max_perplexity"),
     "contamination": ("texts", "ngram_words", "min_matches"),
     "function": ("function",),
+    "score": ("texts", "order", "function"),
     "near_duplicates": ("similarity", "shingle_words"),
+    "importance": ("texts", "share", "gram_words", "buckets"),
 }
 """Kind -> the keys that have a meaning for it."""
 
-JOINS = ("near_duplicates",)
+JOINS = ("near_duplicates", "importance")
 """Kinds that compare documents with each other. They come last."""
 
 
@@ -72,7 +74,9 @@ class StageConfig(Section):
         "perplexity",
         "contamination",
         "function",
+        "score",
         "near_duplicates",
+        "importance",
     ]
     """what the stage does; a key of another kind is refused"""
     sources: tuple[str, ...] = ()
@@ -102,8 +106,9 @@ class StageConfig(Section):
     min_probability: float = Field(0.5, ge=0, le=1)
     """language: a document whose language is less certain is left out"""
     texts: tuple[StageTexts, ...] = ()
-    """perplexity: what its model is trained on; contamination: the evaluation sets"""
-    order: int = Field(3, ge=1, le=5, description="perplexity: words of an n-gram of its model")
+    """perplexity, score: what the model is trained on; contamination: the evaluation sets;
+    importance: what documents should be like"""
+    order: int = Field(3, ge=1, le=5, description="perplexity, score: words of an n-gram")
     min_perplexity: float = Field(0, ge=0)
     """perplexity: a document that is easier to predict is left out"""
     max_perplexity: float = Field(0, ge=0)
@@ -112,11 +117,17 @@ class StageConfig(Section):
     min_matches: int = Field(1, ge=1)
     """contamination: a document with so many n-grams of an evaluation set is left out"""
     function: str | None = None
-    """function: FILE.py:NAME, path of a Python file and a function in it"""
+    """function, score: FILE.py:NAME, path of a Python file and a function in it"""
     similarity: float = Field(0.8, ge=0.5, le=1)
     """near_duplicates: documents with this share of common shingles are duplicates"""
     shingle_words: int = Field(5, ge=1, le=20)
     """near_duplicates: words of a shingle"""
+    share: float = Field(0.5, gt=0, lt=1)
+    """importance: share of the documents that stay"""
+    gram_words: int = Field(2, ge=1, le=5)
+    """importance: words of the longest n-grams that are counted"""
+    buckets: int = Field(10_000, ge=256, le=65_536)
+    """importance: numbers to which n-grams are hashed"""
     _place: str | None = PrivateAttr(None)
 
     @property
@@ -162,7 +173,7 @@ class StageConfig(Section):
     def _broken_comparisons(self) -> Iterator[str]:
         if self.kind == "language" and not self.languages:
             yield "kind language has no languages: use languages [en], with codes of ISO 639"
-        if self.kind in ("perplexity", "contamination") and not self.texts:
+        if self.kind in ("perplexity", "contamination", "importance") and not self.texts:
             yield f"kind {self.kind} has no texts: use texts [{{path: texts.txt}}]"
         labels = [entry.label for entry in self.texts]
         if repeated := [label for label in labels if labels.count(label) > 1]:
@@ -174,7 +185,10 @@ class StageConfig(Section):
                 "min_perplexity is above max_perplexity, so nothing would stay: use min_perplexity "
                 f"{self.max_perplexity:g}"
             )
-        if self.kind == "function" and not re.fullmatch(r".+\.py:\w+", self.function or ""):
+        if self.kind == "score" and bool(self.texts) == bool(self.function):
+            yield "kind score has one source of numbers: use texts, or function grade.py:grade"
+        is_called = self.kind == "function" or self.function is not None
+        if is_called and not re.fullmatch(r".+\.py:\w+", self.function or ""):
             yield (
                 f"function {self.function!r} is no file and name: use the form cleaning.py:is_kept"
             )

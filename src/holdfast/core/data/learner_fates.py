@@ -5,6 +5,7 @@ it is done or the round closes:
 
     used            it did all of its inner steps
     used_late       the round closed before, and its part counts by the tokens of that part
+    late            the round closed before, and its part counts in the next round, discounted
     dropped         the round closed before, and nothing of it counts
     not_computed    no learner trained on them
 
@@ -18,8 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-USED, USED_LATE, DROPPED, NOT_COMPUTED = "used", "used_late", "dropped", "not_computed"
-FATES = (USED, USED_LATE, DROPPED, NOT_COMPUTED)
+USED, USED_LATE, LATE = "used", "used_late", "late"
+DROPPED, NOT_COMPUTED = "dropped", "not_computed"
+FATES = (USED, USED_LATE, LATE, DROPPED, NOT_COMPUTED)
+_FATE_OF = {"drop": DROPPED, "use": USED_LATE, "discount": LATE}
+"""By `outer.free.late`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class LearnerFate:
     steps: int  # inner steps that it did
     tokens: int  # that it read in them
     rest: int  # tokens of its slice that it did not read
-    weight: float  # of its change in the sum; 0: it was not used
+    weight: float  # of its change in the sum, for `late` in that of the next round; 0: not used
     fate: str  # of `tokens`
 
     @property
@@ -71,14 +75,16 @@ class LearnerProgress:
 
 
 def decide_fates(
-    step: int, every: int, progress: Sequence[LearnerProgress], *, uses_late: bool
+    step: int, every: int, progress: Sequence[LearnerProgress], late: str, discount: float
 ) -> list[LearnerFate]:
-    """Return the rows of a round, by learner. every: inner steps of a learner in a round."""
+    """Return the rows of a round, by learner. every: inner steps of a learner in a round. late,
+    discount: of `outer.free`."""
     rows = []
     for learner, done in enumerate(progress):
-        fate = USED if done.steps == every else USED_LATE if uses_late else DROPPED
+        fate = USED if done.steps == every else _FATE_OF[late]
         fate = fate if done.steps else NOT_COMPUTED
         weight = float(done.tokens) if fate in (USED, USED_LATE) else 0.0
+        weight = discount * done.tokens if fate == LATE else weight
         counts = done.steps, done.tokens, done.rest
         rows.append(LearnerFate(learner, step - 1, *counts, weight, fate))
     return rows

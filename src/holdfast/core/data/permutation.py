@@ -107,6 +107,25 @@ class Permutation:
         return left * b + right
 
 
+class LocalPermutation:
+    """Moves each index of [0, size) within its block of `block` only; with 1 none moves. Raises
+    ValueError as `Permutation` does."""
+
+    def __init__(self, size: int, key: int, block: int):
+        self.size = size
+        self._key, self._block = key, block
+
+    def apply_many(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The images of many indices [n]."""
+        number, within = np.divmod(np.asarray(indices, dtype=np.int64), self._block)
+        if self._block > 1:
+            for one in np.unique(number).tolist():
+                size = min(self._block, self.size - one * self._block)
+                mine = number == one
+                within[mine] = Permutation(size, self._key + one).apply_many(within[mine])
+        return number * self._block + within
+
+
 def _add(x: NDArray[np.uint64], y: NDArray[np.uint64], modulus: np.uint64) -> NDArray[np.uint64]:
     """x + y modulo `modulus`, both below it: a subtraction costs less than a division."""
     total = x + y

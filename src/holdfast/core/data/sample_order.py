@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.sections.data import MAX_EXACT_BLOCK, whole_weights
-from holdfast.core.data.permutation import Permutation
+from holdfast.core.data.permutation import LocalPermutation, Permutation
 from holdfast.core.seeds import key_seed
 from holdfast.errors import ConfigError, DataError
 
@@ -239,6 +239,15 @@ class SourceEnd:
 
 
 @dataclass(frozen=True)
+class OrderedPasses:
+    """The first `passes` passes over a source read its samples from the first to the last. They are
+    shuffled only within `window` in a row."""
+
+    passes: int
+    window: int = 1
+
+
+@dataclass(frozen=True)
 class MixPart:
     """Positions [start, next part) with one mixture. before[s]: samples of source s in all earlier
     parts. ended: the source whose end began this part."""
@@ -253,7 +262,7 @@ class SampleOrder:
     """position -> (source, epoch, sample) for sources of `sizes` samples.
 
     Every epoch of a source is its own permutation, keyed by (seed, source, epoch). An epoch holds
-    each sample exactly once, and no epoch repeats the order of another.
+    each sample exactly once, and no epoch repeats the order of another, unless `ordered` says so.
 
     changes: other weights from a position on; positions rise. ends: of each source, or None for one
     that is repeated without end. What a change or an end does begins at its position, so none of
@@ -268,10 +277,11 @@ class SampleOrder:
         weights: Sequence[float],
         changes: Sequence[MixChange] = (),
         ends: Sequence[SourceEnd | None] = (),
+        ordered: OrderedPasses | None = None,
     ):
         if len(sizes) != len(weights) or min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)} and weights {list(weights)} do not fit")
-        self.seed = seed
+        self.seed, self._ordered = seed, ordered
         self.sizes = tuple(sizes)
         self.length, self.stopped_by = NEVER, 0
         self._ends = tuple(ends) or (None,) * len(sizes)
@@ -331,8 +341,11 @@ class SampleOrder:
                 return part.before[source] + within
         return 0
 
-    def permutation(self, source: int, epoch: int) -> Permutation:
-        return Permutation(self.sizes[source], key_seed(self.seed, "order", source, epoch))
+    def permutation(self, source: int, epoch: int) -> Permutation | LocalPermutation:
+        size, key = self.sizes[source], key_seed(self.seed, "order", source, epoch)
+        if self._ordered is not None and epoch < self._ordered.passes:
+            return LocalPermutation(size, key, self._ordered.window)
+        return Permutation(size, key)
 
     def place(self, position: int) -> SamplePlace:
         source, epoch, sample = (int(each[0]) for each in self.places(position, position + 1))

@@ -29,6 +29,8 @@ from holdfast.core.sharding.sharding_table import Sharding, gradient_is_partial
 from holdfast.core.sharding.state_table import (
     ADAPTATION_ROW,
     ERROR_PREFIX,
+    LATE_PREFIX,
+    LATE_ROW,
     REFUSED_ROW,
     STATE_DTYPE,
     WEIGHTS_PREFIX,
@@ -140,11 +142,15 @@ def run_state_table(config: RunConfig) -> StateTable:
         kept = tuple(chain(*optimizer_rows(train.optimizer, parameters)))
         if config.outer.codec.keeps_error:
             kept += tuple(replace(row, name=ERROR_PREFIX + row.name) for row in parameters)
-        if config.outer.fragments > 1:
+        if config.outer.keeps_weights:
             kept += tuple(replace(row, name=WEIGHTS_PREFIX + row.name) for row in parameters)
+        if config.outer.keeps_late:
+            kept += tuple(replace(row, name=LATE_PREFIX + row.name) for row in parameters)
         rows += learner_rows(kept, config.outer.learners)
         if config.outer.trust.is_on:
             rows += (TensorSpec(REFUSED_ROW, "I64", (config.outer.learners,)),)
+        if config.outer.keeps_late:
+            rows += (TensorSpec(LATE_ROW, "F64", (config.outer.learners,)),)
     if config.server.is_on:
         rows += (ADAPTATION_ROW,)
     if config.layout.keeps_velocity:

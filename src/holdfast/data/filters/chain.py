@@ -14,6 +14,7 @@ from holdfast.data.filters.language import language_stage
 from holdfast.data.filters.perplexity import perplexity_stage
 from holdfast.data.filters.personal_data import personal_data_stage
 from holdfast.data.filters.plain import length_stage, pattern_stage, remove_stage
+from holdfast.data.filters.score import score_stage
 from holdfast.data.filters.user_function import function_stage
 from holdfast.data.filters.verdict import Stage, Verdict
 
@@ -29,6 +30,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any]], Stage]] = {
     "perplexity": perplexity_stage,
     "contamination": contamination_stage,
     "function": function_stage,
+    "score": score_stage,
 }
 EDITORS = ("c4", "personal_data", "function")
 """Kinds that change a document that stays."""
@@ -44,7 +46,7 @@ class Outcome:
     stage: int = -1  # index in data.stages of the stage that left it out; -1: it stays
     rule: str = ""
     edits: tuple[tuple[int, str, int], ...] = ()  # (stage, what was changed, how often)
-    score: float | None = None  # the number that left it out
+    score: float | None = None  # the number that left it out, or that `score` gives it
 
 
 class Chain:
@@ -53,9 +55,13 @@ class Chain:
     def __init__(self, recipes: Sequence[tuple[int, Recipe]]):
         self._recipes = [(i, recipe) for i, recipe in recipes if recipe["kind"] in _MAKERS]
         self._by_name = {i for i, recipe in self._recipes if recipe["kind"] == "remove"}
-        near = [recipe for _, recipe in recipes if recipe["kind"] == "near_duplicates"]
-        self.shingle_words: int = near[0]["shingle_words"] if near else 0
+        by_kind = {recipe["kind"]: recipe for _, recipe in recipes}
+        self.shingle_words: int = by_kind.get("near_duplicates", {}).get("shingle_words", 0)
         """Words of a shingle, if documents are compared with each other."""
+        self.importance = by_kind.get("importance")
+        """The recipe by which n-grams are counted, if documents are chosen among all."""
+        self._scoring = [i for i, recipe in self._recipes if recipe["kind"] == "score"]
+        self.has_scores = bool(self._scoring)
         self.has_function = any(recipe["kind"] == "function" for _, recipe in self._recipes)
 
     @cached_property
@@ -71,12 +77,14 @@ class Chain:
     def judge(self, text: str) -> Outcome:
         """Apply the stages to a document, up to the first that leaves it out."""
         edits: list[tuple[int, str, int]] = []
+        score = None
         for index, before, verdict in self.steps(text):
             if verdict.rule:
                 return Outcome(before, index, verdict.rule, score=verdict.score)
+            score = verdict.score if index in self._scoring else score
             edits += [(index, what, count) for what, count in verdict.edits]
             text = verdict.text
-        return Outcome(text, edits=tuple(edits))
+        return Outcome(text, edits=tuple(edits), score=score)
 
     def steps(self, text: str) -> Iterator[tuple[int, str, Verdict]]:
         """Yield each stage that a document meets, the text before it, and the verdict."""

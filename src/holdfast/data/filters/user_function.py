@@ -1,14 +1,16 @@
 """The stage `function`: a user's own function judges or changes a document.
 
 The function takes the text of a document. It returns True if the document stays, False if it is
-left out, or the text as it shall be. Its file stands alone: it may import what is installed, and
-not the files around it. So a digest of the file says what the function does.
+left out, or the text as it shall be. For `score` it returns a number. Its file stands alone: it may
+import what is installed, and not the files around it. So a digest of the file says what the
+function does.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -21,43 +23,16 @@ from holdfast.errors import DataError
 
 CALLED_TWICE = 16
 """One document in so many is given to the function twice: it must say the same both times."""
+MAX_SCORE = 1e30
+"""Scores are kept in float32."""
 
 
 def function_stage(recipe: dict[str, Any]) -> Stage:
     """Return the stage `function`. Raises DataError for a file or function that cannot be used."""
-    path, name = recipe["place"], recipe["function"]
-    call = _load(path, name, recipe["files"])
-
-    def ask(text: str) -> bool | str:
-        try:
-            with redirect_stdout(sys.stderr):  # a command's own output may be JSON
-                answer = call(text)
-        except (Exception, SystemExit) as error:
-            raise _failed(error, path, f"{name}() failed", text) from error
-        if not isinstance(answer, bool | str):
-            kind = type(answer)
-            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-            raise DataError(
-                f"{name}() returned {module}{kind.__name__}",
-                where=path,
-                remedy="return True, False or a text",
-            )
-        if isinstance(answer, str):
-            try:
-                answer.encode()
-            except UnicodeEncodeError as error:
-                raise _failed(error, path, f"{name}() returned no text", text) from None
-        return answer
+    ask, name = _asker(recipe, (bool, str), "return True, False or a text"), recipe["function"]
 
     def judge(text: str) -> Verdict:
         answer = ask(text)
-        high, low, _ = hash_document(text)
-        if low % CALLED_TWICE == 0 and ask(text) != answer:
-            raise DataError(
-                f"{name}() gave two answers for the document {document_name(high, low)}",
-                where=path,
-                remedy="use no clock, no random numbers and nothing from an earlier call",
-            )
         if answer is False:
             return Verdict(text, name)
         if answer is True or answer == text:
@@ -65,6 +40,63 @@ def function_stage(recipe: dict[str, Any]) -> Stage:
         return Verdict(answer, edits=((name, 1),))
 
     return judge
+
+
+def number_function(recipe: dict[str, Any]) -> Callable[[str], float]:
+    """Return a user's function that gives a number. Raises DataError as `function_stage` does."""
+    ask = _asker(recipe, (int, float), "return a number")
+
+    def score(text: str) -> float:
+        found = float(ask(text))
+        if not abs(found) <= MAX_SCORE:
+            raise DataError(
+                f"{recipe['function']}() returned {found:g} for the document {_name(text)}",
+                where=recipe["place"],
+                remedy=f"return a number between -{MAX_SCORE:g} and {MAX_SCORE:g}",
+            )
+        return found
+
+    return score
+
+
+def _asker(recipe: dict[str, Any], kinds: tuple[type, ...], remedy: str) -> Callable[[str], Any]:
+    """Return a user's function, whose answers are checked. It raises DataError for one that fails,
+    that is none of `kinds`, or that differs the second time."""
+    path, name = recipe["place"], recipe["function"]
+    call = _load(path, name, recipe["files"])
+
+    def ask(text: str) -> Any:
+        try:
+            with redirect_stdout(sys.stderr):  # a command's own output may be JSON
+                answer = call(text)
+        except (Exception, SystemExit) as error:
+            raise _failed(error, path, f"{name}() failed", text) from error
+        if not isinstance(answer, kinds):
+            kind = type(answer)
+            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+            raise DataError(f"{name}() returned {module}{kind.__name__}", where=path, remedy=remedy)
+        if isinstance(answer, str):
+            try:
+                answer.encode()
+            except UnicodeEncodeError as error:
+                raise _failed(error, path, f"{name}() returned no text", text) from None
+        return answer
+
+    def ask_and_check(text: str) -> Any:
+        answer = ask(text)
+        if hash_document(text)[1] % CALLED_TWICE == 0 and ask(text) != answer:
+            raise DataError(
+                f"{name}() gave two answers for the document {_name(text)}",
+                where=path,
+                remedy="use no clock, no random numbers and nothing from an earlier call",
+            )
+        return answer
+
+    return ask_and_check
+
+
+def _name(text: str) -> str:
+    return document_name(*hash_document(text)[:2])
 
 
 def _load(path: str, name: str, digest: str) -> Any:
@@ -105,7 +137,7 @@ def _failed(error: BaseException, path: str, what: str, text: str = "") -> DataE
     """Return the refusal of what a user's code did. The document's text is not in it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
-    of = f" for the document {document_name(*hash_document(text)[:2])}" if text else ""
+    of = f" for the document {_name(text)}" if text else ""
     cause = type(error).__name__
     if isinstance(error, ImportError | SyntaxError | NameError | AttributeError):
         cause += f": {error}"  # a message that has no text of a document

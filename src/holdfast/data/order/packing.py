@@ -72,10 +72,19 @@ class PackedSamples:
         self._order = np.argsort(bins, kind="stable")
         self._edges = np.searchsorted(bins[self._order], np.arange(int(bins.max(initial=-1)) + 2))
         self.count = len(self._edges) - 1
+        self._sequence = np.arange(self.count)
         self.tokens = int(self._lengths.sum())
+
+    def sort_by_length(self, descending: bool) -> None:
+        """Number the samples by the mean length of their rows, the shortest (longest) first."""
+        rows = np.diff(self._edges)
+        sample = np.repeat(np.arange(self.count), rows)
+        means = np.bincount(sample, self._lengths[self._order].sum(axis=1)) / rows
+        self._sequence = np.argsort(-means if descending else means, kind="stable")
 
     def sample(self, index: int) -> PackedSample:
         """The rows of one sample, in the stream's order."""
+        index = self._sequence[index]
         chosen = self._order[self._edges[index] : self._edges[index + 1]]
         starts, lengths = self._starts[chosen].ravel(), self._lengths[chosen].ravel()
         tokens, masks = [], []

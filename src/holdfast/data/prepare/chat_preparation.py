@@ -20,7 +20,12 @@ from holdfast.data.stages.chat_gate import ShownDocument, check_masks, titles
 from holdfast.data.stages.chat_tokens import ChatCounts
 from holdfast.data.stages.scan_tasks import read_notes
 from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_tokens
-from holdfast.data.stream.dataset import FORMAT, FORMAT_OF_PREFERENCES, FORMAT_OF_WEIGHTS
+from holdfast.data.stream.dataset import (
+    FORMAT,
+    FORMAT_OF_PREFERENCES,
+    FORMAT_OF_STAGES,
+    FORMAT_OF_WEIGHTS,
+)
 from holdfast.errors import DataError
 
 PathOf = Callable[[str, Unit], Path]  # (stage, unit) -> its result
@@ -45,6 +50,7 @@ class ChatPreparation:
     def __init__(self, config: DataConfig):
         self.format = read_chat_format(config)
         self.has_preferences, self.has_stages = config.has_preferences, bool(config.stages)
+        self.has_scores = any(stage.kind == "score" for stage in config.stages)
         self.stop: dict[str, int] = {}
         if self.format is not None:
             compile_templates(self.format, config.chat.template_kwargs)
@@ -55,7 +61,7 @@ class ChatPreparation:
     def dataset_format(self) -> int:
         """A dataset of texts without stages, or without weights, can be read by older programs."""
         if self.format is None:
-            return FORMAT if self.has_stages else 1
+            return (FORMAT if self.has_scores else FORMAT_OF_STAGES) if self.has_stages else 1
         if self.has_preferences:
             return FORMAT_OF_PREFERENCES
         return FORMAT_OF_WEIGHTS if self.format.weights else FORMAT_OF_WEIGHTS - 1

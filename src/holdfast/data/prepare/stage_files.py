@@ -21,6 +21,7 @@ from holdfast.data.filters.perplexity import train_model
 from holdfast.data.filters.word_grams import Table, read_table, write_table
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.sources import plan_source, read_unit, source_files
+from holdfast.data.stages.importance import count_target
 from holdfast.errors import DataError
 
 Recipe = dict[str, Any]
@@ -34,7 +35,7 @@ def describe_files(stage: StageConfig) -> Recipe:
     """Return what a recipe says of a stage's files and library; None for what is not there."""
     if stage.kind == "language":
         return {"library": library_version()}
-    if stage.kind == "function":
+    if stage.function is not None:
         path = Path(stage.place[0])
         return {"files": file_checksum(path) if path.is_file() else None}
     if not stage.texts:
@@ -63,7 +64,7 @@ def ready_stages(
         where = f"data.stages[{index}]"
         if stage.kind == "language":
             check_languages(stage.languages, f"{where}.languages")
-        elif stage.kind == "function":
+        elif stage.function is not None:
             ready.append({**recipe, "place": _function_file(stage, where)})
             continue
         elif stage.texts:
@@ -96,7 +97,12 @@ def _make_table(stage: StageConfig, where: str, limit: int) -> Table:
     if stage.kind == "contamination":
         table = index_sets(sets, stage.ngram_words)
     else:
-        table = train_model((text for texts in sets for text in texts), stage.order)
+        texts = (text for texts in sets for text in texts)
+        table = (
+            train_model(texts, stage.order)
+            if stage.kind in ("perplexity", "score")
+            else count_target(texts, stage.gram_words, stage.buckets)
+        )
     if not len(table["keys"]):
         what = "no text that is long enough" if stage.kind == "contamination" else "no word"
         raise DataError(f"the texts have {what}", where=f"{where}.texts", remedy="name other texts")

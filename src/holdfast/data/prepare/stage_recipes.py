@@ -28,6 +28,7 @@ from holdfast.data.prepare.stage_files import FOUND, describe_files, ready_stage
 from holdfast.data.read.files import checksum, write_atomic
 from holdfast.data.read.sources import SourcePlan, Unit
 from holdfast.data.stages.dedup_split import DocumentChoice, DocumentRows
+from holdfast.data.stages.importance import Selection, read_target, select_documents
 from holdfast.data.stages.near_duplicates import NearDuplicates, find_near_duplicates
 from holdfast.data.stages.scan_tasks import StagedUnit, read_staged
 from holdfast.data.stages.unit_files import UnitTables
@@ -69,6 +70,7 @@ class StagePreparation:
         self._within_source = config.deduplicate == "within_source"
         self._units: list[StagedUnit] = []
         self._near: NearDuplicates | None = None
+        self._selection: Selection | None = None
 
     def __bool__(self) -> bool:
         return bool(self._recipes)
@@ -105,22 +107,39 @@ class StagePreparation:
     def leave_out(
         self, kept: Sequence[NDArray[np.bool_]], sources: Sequence[int]
     ) -> list[NDArray[np.bool_]]:
-        """Return per unit which of the kept documents are near duplicates of another one."""
+        """Return per unit which of the kept documents the joins leave out."""
         out = [np.zeros(len(mask), dtype=bool) for mask in kept]
-        recipe = self._recipes[-1] if self else {}
-        if recipe.get("kind") != "near_duplicates":
-            return out
-        has = [unit.values == HASHES * unit.documents for unit in self._units]
-        self._near = find_near_duplicates(
-            UnitTables([unit.rows for unit in self._units]),
-            [mask & own for mask, own in zip(kept, has, strict=True)],
-            UnitTables([unit.signatures for unit in self._units]),
-            sources if self._within_source else [0] * len(sources),
-            recipe["similarity"],
-        )
-        for unit, place in zip(self._near.unit, self._near.place, strict=True):
-            out[unit][place] = True
+        if (recipe := self._join("near_duplicates")) is not None:
+            has = [unit.values == HASHES * unit.documents for unit in self._units]
+            self._near = find_near_duplicates(
+                UnitTables([unit.rows for unit in self._units]),
+                [mask & own for mask, own in zip(kept, has, strict=True)],
+                UnitTables([unit.signatures for unit in self._units]),
+                sources if self._within_source else [0] * len(sources),
+                recipe["similarity"],
+            )
+            for unit, place in zip(self._near.unit, self._near.place, strict=True):
+                out[unit][place] = True
+        if (recipe := self._join("importance")) is not None:
+            self._selection = select_documents(
+                UnitTables([unit.rows for unit in self._units]),
+                [
+                    mask & ~gone & (unit.grams is not None)
+                    for mask, gone, unit in zip(kept, out, self._units, strict=True)
+                ],
+                [unit.features for unit in self._units],
+                read_target(recipe),
+                recipe["share"],
+            )
+            out = [a | b for a, b in zip(out, self._selection.left_out, strict=True)]
         return out
+
+    def _join(self, kind: str) -> Recipe | None:
+        """Return the recipe of a join, if there is one."""
+        return next((recipe for recipe in self._ready if recipe["kind"] == kind), None)
+
+    def _index(self, kind: str) -> int:
+        return [recipe["kind"] for recipe in self._recipes].index(kind)
 
     def describe(self, plan: SourcePlan) -> Iterator[str]:
         """Yield a line for each stage that left out or changed documents of a source."""
@@ -193,7 +212,10 @@ class StagePreparation:
             edits.update({(stage, what): n for stage, what, n in staged.edits})
             if self._near is not None:
                 near = int((self._near.unit == unit.index).sum())
-                removed.update({(len(self._recipes) - 1, "similarity"): near})
+                removed.update({(self._index("near_duplicates"), "similarity"): near})
+            if self._selection is not None:
+                count = int(self._selection.left_out[unit.index].sum())
+                removed.update({(self._index("importance"), "share"): count})
         return +removed, +edits
 
     def _entries(
@@ -213,9 +235,13 @@ class StagePreparation:
                     entry["score"] = float(f"{score:.6g}")
             elif place in near:
                 other, other_place, estimate = near[place]
-                entry |= {"stage": len(self._recipes) - 1, "kind": "near_duplicates"}
+                entry |= {"stage": self._index("near_duplicates"), "kind": "near_duplicates"}
                 entry |= {"rule": "similarity", "similarity": estimate}
                 entry["repeats"] = _name(raw[other][other_place])
+            elif self._selection is not None and self._selection.left_out[unit][place]:
+                entry |= {"stage": self._index("importance"), "kind": "importance"}
+                weight = self._selection.log_weights[unit][place]
+                entry |= {"rule": "share", "score": float(f"{weight:.6g}")}
             else:
                 entry["kind"] = "duplicate"
             yield entry

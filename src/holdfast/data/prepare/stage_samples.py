@@ -30,6 +30,7 @@ from holdfast.data.prepare.remote_sources import fetch_sources
 from holdfast.data.prepare.stage_files import ready_stages
 from holdfast.data.prepare.stage_recipes import stage_recipes
 from holdfast.data.read.sources import plan_source, read_unit
+from holdfast.data.stages.importance import Features, features, read_target, select_documents
 from holdfast.data.stages.near_duplicates import find_near_duplicates
 
 SAMPLED_UNITS = 32
@@ -78,6 +79,8 @@ class StageSample:
     left_out: dict[str, int] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    """the number that it judges each document by, if it has one"""
 
 
 @dataclass
@@ -157,10 +160,11 @@ def _sample(
             gone[place], after = bool(verdict.rule), verdict.text
         if not gone[place]:
             kept.append((place, after))
-    if chain.shingle_words:
-        near = stages[recipes[-1][0]]
-        for place in _near(near, texts, kept, recipes[-1][1], examples):
-            gone[place] = True
+    for index, recipe in recipes:
+        if (join := _JOINS.get(recipe["kind"])) is not None:
+            for place in list(join(stages[index], texts, kept, recipe, examples)):
+                gone[place] = True
+            kept = [(place, text) for place, text in kept if not gone[place]]
     words = [set(re.findall(r"[a-z]+", text.lower())) for text in texts]
     groups = []
     for group, listed in GROUPS.items():
@@ -183,6 +187,8 @@ def _sample(
 
 def _count(stage: StageSample, text: str, before: str, verdict: Any, examples: int) -> None:
     stage.met += 1
+    if verdict.score is not None:
+        stage.scores.append(verdict.score)
     if verdict.rule:
         stage.left_out[verdict.rule] = stage.left_out.get(verdict.rule, 0) + 1
     for what, count in () if verdict.rule else verdict.edits:
@@ -221,6 +227,36 @@ def _near(
             before, after = _excerpts(kept[int(one)][1], kept[int(other)][1])
             stage.examples.append(Example(name, "similarity", before, after, float(share)))
         yield place
+
+
+def _least_important(
+    stage: StageSample,
+    texts: list[str],
+    kept: list[tuple[int, str]],
+    recipe: dict[str, Any],
+    examples: int,
+) -> Iterator[int]:
+    """Yield the places of documents that `importance` leaves out of the sample."""
+    stage.met = len(kept)
+    if not kept:
+        return
+    rows = np.array([hash_document(text) for _, text in kept], dtype=np.uint64)
+    parts = [features(text, recipe["gram_words"], recipe["buckets"]) for _, text in kept]
+    grams = Features(np.cumsum([len(part) for part in parts]), np.concatenate(parts))
+    everything, target = [np.ones(len(kept), dtype=bool)], read_target(recipe)
+    found = select_documents([rows], everything, [lambda: grams], target, recipe["share"])
+    stage.scores = found.log_weights[0].tolist()
+    for number in np.flatnonzero(found.left_out[0]).tolist():
+        stage.left_out["share"] = stage.left_out.get("share", 0) + 1
+        place, text = kept[number]
+        if len(stage.examples) < examples:
+            name = document_name(*hash_document(texts[place])[:2])
+            excerpts = _excerpts(text, "")
+            stage.examples.append(Example(name, "share", *excerpts, stage.scores[number]))
+        yield place
+
+
+_JOINS = {"near_duplicates": _near, "importance": _least_important}
 
 
 def _excerpts(before: str, after: str) -> tuple[str, str]:

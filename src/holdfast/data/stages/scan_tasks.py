@@ -23,6 +23,7 @@ from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.files import READ_BYTES
 from holdfast.data.read.sources import Unit, read_unit
 from holdfast.data.read.text_sources import with_line
+from holdfast.data.stages.importance import Features, features
 from holdfast.data.stages.unit_files import SPOOL_BYTES, mapped, read_result, write_result
 from holdfast.errors import DataError
 
@@ -62,12 +63,15 @@ class _StagedRows:
         self._names: dict[tuple[int, str], int] = {}
         self._edits: Counter[tuple[int, str]] = Counter()
         self._signatures = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+        self._features = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+        self._ends = array("q")  # of each document's features
 
     def __enter__(self) -> _StagedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._signatures.close()
+        self._features.close()
 
     def add(self, text: str, row: tuple[int, int, int]) -> None:
         """Judge a document. row: its own hash and length."""
@@ -76,8 +80,8 @@ class _StagedRows:
         reason, score = 0, nan
         if row[2]:
             outcome = self._chain.judge(text)
+            score = nan if outcome.score is None else outcome.score
             if outcome.rule:
-                score = nan if outcome.score is None else outcome.score
                 name = outcome.stage, outcome.rule
                 reason, row = self._names.setdefault(name, len(self._names) + 1), (0, 0, 0)
             else:
@@ -87,6 +91,13 @@ class _StagedRows:
             has_words = row[2] > 0
             values = signature(outcome.text if has_words else "", self._chain.shingle_words)
             self._signatures.write(values.astype("<u2").tobytes())
+        if (recipe := self._chain.importance) is not None:
+            last = self._ends[-1] if self._ends else 0
+            buckets = np.zeros(0, np.uint16)
+            if row[2]:
+                buckets = features(outcome.text, recipe["gram_words"], recipe["buckets"])
+            self._features.write(buckets.astype("<u2").tobytes())
+            self._ends.append(last + len(buckets))
         self._rows.extend(row)
         self._reasons.append(reason)
         self._scores.append(score)
@@ -98,6 +109,7 @@ class _StagedRows:
             "documents": len(self._reasons),
             "reasons": list(self._names),
             "edits": sorted([stage, what, n] for (stage, what), n in self._edits.items()),
+            **({"features": self._ends[-1]} if self._ends else {}),
         }
 
     def payload(self) -> Iterator[bytes]:
@@ -106,9 +118,11 @@ class _StagedRows:
         yield _table(self._rows).tobytes()
         yield np.array(self._reasons, dtype="<u2").tobytes()
         yield np.array(self._scores, dtype="<f4").tobytes()
-        self._signatures.seek(0)
-        while piece := self._signatures.read(READ_BYTES):
-            yield piece
+        yield np.array(self._ends, dtype="<i8").tobytes()
+        for file in (self._features, self._signatures):
+            file.seek(0)
+            while piece := file.read(READ_BYTES):
+                yield piece
 
 
 def read_refused(path: Path) -> list[DataError]:
@@ -143,6 +157,7 @@ class StagedUnit:
     values: int  # of all signatures
     names: tuple[tuple[int, str], ...]  # (stage, rule)
     edits: tuple[tuple[int, str, int], ...]  # (stage, what was changed, how often)
+    grams: int | None  # n-grams of all documents; None: they are not counted
 
     def rows(self) -> NDArray[np.uint64]:
         """[documents, 3], of the document as it stays; 0 if it does not"""
@@ -153,24 +168,34 @@ class StagedUnit:
         return mapped(self.path, "<u2", self.at + 24 * self.documents, self.documents)
 
     def scores(self) -> NDArray[np.float32]:
-        """[documents]: the number that left it out; nan: none"""
+        """[documents]: the number that left it out, or that `score` gives it; nan: none"""
         return mapped(self.path, "<f4", self.at + 26 * self.documents, self.documents)
 
     def signatures(self) -> NDArray[np.uint16]:
         """[documents, HASHES], or [0, HASHES]"""
         at = self.at + 30 * self.documents
+        if self.grams is not None:
+            at += 8 * self.documents + 2 * self.grams
         return mapped(self.path, "<u2", at, self.values).reshape(-1, HASHES)
+
+    def features(self) -> Features:
+        """The n-grams of the documents as they stay."""
+        at, grams = self.at + 30 * self.documents, self.grams or 0
+        ends = mapped(self.path, "<i8", at, self.documents)
+        return Features(ends, mapped(self.path, "<u2", at + 8 * self.documents, grams))
 
 
 def read_staged(path: Path) -> StagedUnit:
     """Return what a scan with stages found."""
     header, at = read_result(path)
-    count = header["documents"]
+    count, grams = header["documents"], header.get("features")
+    used = 54 * count + (0 if grams is None else 8 * count + 2 * grams)
     return StagedUnit(
         path,
         at + 24 * count,
         count,
-        (header["size"] - 54 * count) // 2,
+        (header["size"] - used) // 2,
         tuple((stage, rule) for stage, rule in header["reasons"]),
         tuple((stage, what, n) for stage, what, n in header["edits"]),
+        grams,
     )

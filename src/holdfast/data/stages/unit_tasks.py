@@ -7,7 +7,8 @@ units that have none.
     scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]; with
               stages, the same of the document that they leave, which of the header's reasons left
               it out (0: none), uint16 [documents], the number that it was judged by (or nan),
-              float32 [documents], and signatures, uint16 [documents, HASHES]
+              float32 [documents], n-grams for `importance` (ends, int64 [documents], and buckets,
+              uint16 [n-grams]), and signatures, uint16 [documents, HASHES]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
               data which tokens carry loss, uint8 [tokens]; of rated rows, and of pairs with
               margins, also values, float32 [documents]
@@ -147,10 +148,12 @@ def tokenise_unit(
     out: Path,
     chain: Chain | None = None,
     scanned: NDArray[np.uint64] | None = None,
+    scores: NDArray[np.float32] | None = None,
 ) -> None:
     """Tokenise the documents of a unit that `lots` [documents] keeps, split by split, as the stages
     of `chain` leave them. scanned: the rows of the documents as the scan saw the stages leave them,
-    [documents, 3], if a user's function is among them.
+    [documents, 3], if a user's function is among them. scores: what a stage gives documents, if one
+    does, [documents].
 
     Raises DataError when the bytes read are not those of the scan, or the texts not those rows.
     """
@@ -163,8 +166,11 @@ def tokenise_unit(
     )
     try:
         batches = _batches(read_unit(unit, settings.limit, seen), lots, changed, chain, scanned)
-        add = _add_chat if unit.is_chat else _add_texts
-        ends = add(batches, tokenizer, settings, splits)
+        if unit.is_chat:
+            ends = _add_chat(batches, tokenizer, settings, splits)
+        else:
+            kept = None if scores is None else scores[lots != DROP]
+            ends = _add_texts(batches, tokenizer, settings, splits, kept)
         if seen.hexdigest() != settings.raw:
             raise changed
         header: dict[str, Any] = {"unit": unit.index, "dtype": settings.dtype, "ends": ends}
@@ -190,16 +196,19 @@ def _add_texts(
     tokenizer: Encoder,
     settings: TokenizeSettings,
     splits: dict[int, _SplitTokens],
+    scores: NDArray[np.float32] | None,
 ) -> int:
     """Returns how often the texts spell the end token, which is left out there: it would end its
-    document too early."""
+    document too early. scores: of the documents that stay, if they have any."""
     ends = 0
-    for lot, pieces in encode_documents(batches, tokenizer):
+    for number, (lot, pieces) in enumerate(encode_documents(batches, tokenizer)):
         ids = [np.array(piece, dtype=settings.dtype) for piece in pieces]
         kept = [piece[piece != settings.end] for piece in ids]
         ends += sum(map(len, ids)) - sum(map(len, kept))
         if any(map(len, kept)):
             splits[lot].add(settings.framed(kept))
+            if scores is not None:
+                splits[lot].values.append(float(scores[number]))
     return ends
 
 
@@ -326,7 +335,9 @@ def perform_task(task: dict[str, Any], tokenizer_of: Callable[[str], Encoder]) -
         task["limit"], task["end"], task["dtype"], task["raw"], task["begin"], tuple(task["stop"])
     )
     tokenizer = tokenizer_of(task["tokenizer"])
-    scanned = None
+    scanned = scores = None
     if chain is not None and chain.has_function:
         scanned = read_staged(Path(task["scan"])).rows()
-    tokenise_unit(unit, settings, lots, tokenizer, Path(task["out"]), chain, scanned)
+    if chain is not None and chain.has_scores:
+        scores = read_staged(Path(task["scan"])).scores()
+    tokenise_unit(unit, settings, lots, tokenizer, Path(task["out"]), chain, scanned, scores)

@@ -34,7 +34,13 @@ from xxhash import xxh3_64
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.train import TrainConfig
-from holdfast.core.data.sample_order import BatchSchedule, MixChange, SampleOrder, SourceEnd
+from holdfast.core.data.sample_order import (
+    BatchSchedule,
+    MixChange,
+    OrderedPasses,
+    SampleOrder,
+    SourceEnd,
+)
 from holdfast.core.data.skips import Skips
 from holdfast.core.data.target_weights import add_weights, target_ids, total_weight
 from holdfast.core.weights import shortest
@@ -123,14 +129,19 @@ class Batches:
         stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
         self.schedule = BatchSchedule(train.batch_size, stages)
         self._long_rows, self._is_weighted = data.chat.long_rows, data.chat.weights
-        self._streams = dataset.streams("train")
+        self._curriculum = data.curriculum
+        self._streams = tuple(self._in_order(stream) for stream in dataset.streams("train"))
         self._validated = train.evaluate.sources
         self.has_preferences = any(stream.is_preference for stream in self._streams)
-        names = {_value_name(stream) for stream in self._streams if stream.has_values}
+        rated = (stream for stream in self._streams if stream.is_chat and stream.has_values)
+        names = {_value_name(stream) for stream in rated}
         self._has_teacher = record_type(reference) != LOGPS
         has_logps = reference and not self._has_teacher
         self.side_names = tuple(sorted(names | ({REFERENCE} if has_logps else set())))
         self.packed = self._pack(self._streams)
+        if self._curriculum.by == "length":
+            for rows in filter(None, self.packed):
+                rows.sort_by_length(self._curriculum.descending)
         # Sources in the dataset's order. Raises DataError when the names differ.
         by_name = {source.mix_name: source for source in data.sources}
         if set(by_name) != set(dataset.source_names):
@@ -157,7 +168,9 @@ class Batches:
                 (by_name[name] for name in dataset.source_names), sizes, strict=True
             )
         ]
-        self.order = SampleOrder(seed, sizes, weights, changes, ends)
+        passes = OrderedPasses(self._curriculum.passes, self._curriculum.window)
+        ordered = None if self._curriculum.by == "none" else passes
+        self.order = SampleOrder(seed, sizes, weights, changes, ends, ordered)
         self.reference = self._find_reference(reference) if reference else None
         self._prefetch = None
         if dataset.cache is not None:
@@ -170,6 +183,28 @@ class Batches:
         address."""
         if self._prefetch is not None:
             self._prefetch.reach(step)
+
+    def position_of(self, source: int, start: int) -> int:
+        """Return the place in the stream that samples are cut from, of the training document that
+        begins at token `start` of a source."""
+        return self._streams[source].position(start)
+
+    def _in_order(self, stream: TokenStream) -> TokenStream:
+        """Return a stream of text with its documents in the order of `data.curriculum`. Raises
+        DataError for a dataset without scores."""
+        by = self._curriculum.by
+        if by == "none" or stream.is_chat:
+            return stream
+        scores: NDArray[Any] | None = np.diff(stream.document_starts())
+        if by == "score" and (scores := stream.document_values()) is None:
+            raise DataError(
+                "the dataset has no scores, which data.curriculum asks for",
+                where=self.dataset.place,
+                remedy="add a stage of kind score to data.stages, and name another data.folder",
+            )
+        assert scores is not None
+        numbers = scores.astype(np.float64)
+        return stream.ordered(-numbers if self._curriculum.descending else numbers)
 
     def _find_reference(self, key: str) -> ReferenceStore:
         sizes = {"train": self._sizes(self._streams, self.packed)}
@@ -187,8 +222,9 @@ class Batches:
 
     def samples_of(self, piece: ReferencePiece) -> Microbatch:
         """The samples of a piece of reference log-probabilities."""
-        streams = self.dataset.streams(piece.split)
-        packed = self.packed if piece.split == "train" else self._pack(streams)
+        is_train = piece.split == "train"
+        streams = self._streams if is_train else self.dataset.streams(piece.split)
+        packed = self.packed if is_train else self._pack(streams)
         samples = np.arange(piece.start, piece.stop)
         has_teacher, self._has_teacher = self._has_teacher, False  # it is not stored yet
         try:

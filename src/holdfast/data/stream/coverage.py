@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.data import CurriculumConfig, DataConfig
 from holdfast.config.sections.train import EvaluateConfig, TrainConfig
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
@@ -31,6 +31,7 @@ def describe_use(
     return [
         _describe_passes(batches, train.steps),
         *_describe_mix(batches, train.steps),
+        *_describe_curriculum(batches, data.curriculum, train.steps),
         *_too_many_passes(batches, train),
         *_larger_than_the_data(batches, train),
         *_describe_packing(batches),
@@ -122,6 +123,27 @@ def _describe_mix(batches: Batches, steps: int) -> Iterator[str]:
         )
         ended = "" if part.ended is None else f", where {names[part.ended]} ends"
         yield f"from step {step:,}, sample {part.start:,}{ended}: {shares}"
+
+
+def _describe_curriculum(
+    batches: Batches, curriculum: CurriculumConfig, steps: int
+) -> Iterator[str]:
+    """The order of documents, and what of a source never comes."""
+    if curriculum.by == "none":
+        return
+    words = ("longest", "shortest") if curriculum.by == "length" else ("highest", "lowest")
+    last, order = batches.schedule.position(steps + 1), batches.order
+    passes = "the first pass" if curriculum.passes == 1 else f"the first {curriculum.passes} passes"
+    yield (
+        f"data.curriculum: documents by {curriculum.by}, the "
+        f"{words[0 if curriculum.descending else 1]} first, in {passes} over each source"
+    )
+    for source, name in enumerate(batches.dataset.source_names):
+        if 0 < (count := order.count_before(source, last)) < order.sizes[source]:
+            yield (
+                f"{name}: in this order the run reads the first {count / order.sizes[source]:.0%}, "
+                "and never the rest"
+            )
 
 
 def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:

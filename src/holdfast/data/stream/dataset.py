@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.json_parsing import parse_json
+from holdfast.data.order.document_order import DocumentOrder
 from holdfast.data.read.chat_templates import TEMPLATE_FILE
 from holdfast.data.read.files import canonical_json, checksum, file_checksum
 from holdfast.data.read.preference_rows import DOCUMENTS
@@ -25,9 +27,11 @@ from holdfast.data.stream.node_cache import NodeCache
 from holdfast.data.stream.shards import Shard, ShardFile
 from holdfast.errors import DataError
 
-FORMAT = 5
+FORMAT = 6
 """The newest format that this program reads. A dataset of texts without stages is written in format
 1."""
+FORMAT_OF_STAGES = 5
+"""The format of datasets with stages, of which none is `score`."""
 FORMAT_OF_PREFERENCES = 4
 FORMAT_OF_WEIGHTS = 3
 """The first format whose masks have weights of targets."""
@@ -102,10 +106,29 @@ class TokenStream:
         self._starts = np.cumsum([0, *(s.tokens for s in shards)])
         self.tokens = int(self._starts[-1])
         self.documents = sum(s.documents for s in shards)
+        self._order: DocumentOrder | None = None
+
+    def ordered(self, scores: NDArray[np.float64]) -> TokenStream:
+        """Return the stream with its documents by their scores [documents], the lowest first. Only
+        `read`, `files_with` and `position` know of the order."""
+        other = copy(self)
+        other._order = DocumentOrder(self.document_starts(), scores)
+        return other
+
+    def position(self, start: int) -> int:
+        """Return where `read` finds the document that begins at token `start` of the dataset."""
+        return start if self._order is None else self._order.position(start)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), clipped to the stream, in the shards' own type."""
-        return self._read(self._arrays, start, stop, self.dtype)
+        if self._order is None:
+            return self._read(self._arrays, start, stop, self.dtype)
+        ranges = self._order.ranges(np.array([start]), np.array([stop]))
+        pieces = [
+            self._read(self._arrays, begin, end, self.dtype)
+            for begin, end in zip(*(each.tolist() for each in ranges), strict=True)
+        ]
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=self.dtype)
 
     def read_shards(self) -> Iterator[NDArray[Any]]:
         """Yield the tokens of each shard. A shard ends with the end of a document."""
@@ -125,7 +148,8 @@ class TokenStream:
         return np.concatenate(starts)
 
     def document_values(self) -> NDArray[np.float32] | None:
-        """Labels of documents, or margins of their pairs: [documents]. None if it has none."""
+        """Labels of documents, margins of their pairs, or scores of texts: [documents]. None if it
+        has none."""
         files = [shard.values_file for shard in self.shards if shard.values_xxh3]
         return np.concatenate(list(self._map(files, np.dtype("<f4")))) if files else None
 
@@ -157,6 +181,8 @@ class TokenStream:
 
     def files_with(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[ShardFile]:
         """The files with the tokens of any of the ranges [start, stop)."""
+        if self._order is not None:
+            starts, stops = self._order.ranges(starts, stops)
         last = self.tokens - 1
         used = np.zeros(len(self.shards) + 1, dtype=np.int64)
         for at, change in ((np.minimum(starts, last), 1), (np.minimum(stops - 1, last), -1)):

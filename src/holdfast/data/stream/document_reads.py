@@ -56,6 +56,10 @@ class FedBatches(Protocol):
     @property
     def order(self) -> SampleOrder: ...
 
+    def position_of(self, source: int, start: int) -> int:
+        """As `batch.Batches.position_of`."""
+        ...
+
 
 def read_document(path: Path, limit: int) -> str:
     """Return the text of a file in normal form. Raises DataError."""
@@ -116,7 +120,9 @@ def find_reads(
     for place in places:
         if place.split == "train":
             # A window begins at a multiple of S and has S + 1 tokens.
-            first, last = max(0, (place.start - 1) // length), (place.stop - 1) // length
+            start = batches.position_of(place.source, place.start)
+            stop = start + place.stop - place.start
+            first, last = max(0, (start - 1) // length), (stop - 1) // length
             samples.setdefault(place.source, set()).update(range(first, last + 1))
     effective, superseded = lineage.split_effective(records)
     kept, lost = (_steps(part, batches, samples) for part in (effective, superseded))

@@ -55,13 +55,14 @@ class ReferenceOrigin:
     device: str  # kind of device, which decides the kernel of attention
     sequence_length: int  # tokens of a sample
     long_rows: str  # data.chat.long_rows
+    order: str = ""  # what of data.curriculum decides the content of a sample
 
     @property
     def key(self) -> str:
         """The name of the folder."""
         said = self.dataset[:KEY_CHARACTERS], self.weights[:KEY_CHARACTERS], self.precision
         cut = "-cut" if self.long_rows == "cut" else ""
-        return "-".join((*said, self.device, f"{self.sequence_length}{cut}"))
+        return "-".join((*said, self.device, f"{self.sequence_length}{cut}{self.order}"))
 
     def teacher_key(self, top_k: int, temperature: float) -> str:
         """The name of the folder of a teacher's likeliest tokens."""

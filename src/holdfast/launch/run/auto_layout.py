@@ -72,19 +72,20 @@ def choose_layout(loaded: LoadedConfig, facts: Facts) -> AutoLayout:
     cache = PlanCache(plan_cache_folder(), starts_warm=not facts.several)
     machines = machines_of(loaded.config, facts.hardware)
     plan = plan_run(loaded, machines, workers=number, cache=cache)
-    tried = format_plural(plan.result.tried, "layout")
-    reason = f"{plan.machines.name}: the best of {tried}, {plan.result.source}"
+    tried, objective = plan.result.tried, loaded.config.plan.objective
+    reason = (
+        f"{plan.machines.name}: the best of {format_plural(tried, 'layout')}, {plan.result.source}"
+    )
     planned, found = with_plan(loaded, plan, reason)
     values |= {key: (value, reason) for key, value in free_values(loaded, found.choice).items()}
     loaded = planned
     figures = figures_of(plan.problem, found.choice, found.cost, model_flops(loaded.config))
     usd = figures.usd_of(loaded.config.train.steps)
     words = words_of_layout(found.choice, plan.problem.cluster)
-    choice = (
-        f"layout: {words}, the best by {loaded.config.plan.objective} of "
-        f"{format_plural(plan.result.tried, 'layout')} on {plan.machines.name}"
-        f"{_source_in_words(plan)}"
+    best = (
+        f"the best by {objective} of {tried:,} layouts" if tried > 1 else "the only one that fits"
     )
+    choice = f"layout: {words}, {best} on {plan.machines.name}{_source_in_words(plan)}"
     about = [*cache.notes, choice, *_figures_in_words(loaded.config, figures)]
     if late := end_in_words(loaded, plan.problem, found):
         about.append(late)

@@ -123,7 +123,7 @@ def check_rollout_reference(loaded: LoadedConfig, stored: Mapping[str, Any]) -> 
 
 def _origin(config: RunConfig, dataset: Dataset, weights: str) -> ReferenceOrigin:
     data, precision = config.data, config.train.precision
-    where = config.device, data.sequence_length, data.chat.long_rows
+    where = config.device, data.sequence_length, data.chat.long_rows, data.curriculum.suffix
     return ReferenceOrigin(dataset.version, weights, precision, *where)
 
 

@@ -15,7 +15,9 @@ from holdfast.config.sections.outer import OuterConfig
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.round_bytes import payload_bytes
 from holdfast.core.sharding.adapters import lora_parameters
+from holdfast.core.sharding.fragments import fragment_of
 from holdfast.core.sharding.parameters import count_parameters
+from holdfast.core.sharding.run_table import run_parameters
 from holdfast.core.sharding.state_table import learner_shares
 from holdfast.errors import ConfigError, UserError
 from holdfast.events import OuterRound, StepDone
@@ -101,12 +103,6 @@ def model_of(
     whose journal gives them. Raises UserError."""
     config = loaded.config
     workers, learners = sum(site.workers for site in sites), config.outer.learners
-    if (fragments := config.outer.fragments) > 1:
-        raise ConfigError(
-            f"the prediction of a round knows no fragments, and outer.fragments is {fragments}",
-            where=loaded.where("outer.fragments"),
-            remedy="predict with outer.fragments=1; a fragment then takes its part of the bytes",
-        )
     if workers > learners:
         raise ConfigError(
             f"the sites have {workers} workers, and outer.learners is {learners}",
@@ -124,7 +120,9 @@ def model_of(
     if all(pool.usd_per_hour is not None for pool in machines.cluster.pools):
         part = machines.with_workers(workers).cluster
         usd = sum(pool.nodes * (pool.usd_per_hour or 0.0) for pool in part.pools)
-    return RoundModel(shares, values_of_change(config), sites, inner_s, rest_s, usd), source
+    outer, values = config.outer, values_of_round(config)
+    steps = outer.fragments, outer.overlap_steps
+    return RoundModel(shares, values, sites, inner_s, rest_s, usd, *steps), source
 
 
 def values_of_change(config: RunConfig) -> int:
@@ -132,6 +130,17 @@ def values_of_change(config: RunConfig) -> int:
     if config.lora.rank:
         return sum(row.size for row in lora_parameters(config.model, config.lora))
     return count_parameters(config.model)
+
+
+def values_of_round(config: RunConfig) -> int:
+    """Return the most values of a change that a round exchanges: of the largest fragment."""
+    if (fragments := config.outer.fragments) == 1:
+        return values_of_change(config)
+    rows = run_parameters(config)
+    of, sizes = fragment_of(rows, fragments), [0] * fragments
+    for row in rows:
+        sizes[of[row.name]] += row.size
+    return max(sizes)
 
 
 def _inner_step_s(config: RunConfig, machines: Machines, workers: int) -> float:

@@ -8,6 +8,9 @@ in. It is shared by them all:
     round = learners of a worker x (inner steps x seconds of one + encoding)
             + the rest of the exchange + decoding of all learners + the rest of a round
 
+With `outer.overlap_steps` a change leaves so many inner steps before its learner is done. With
+fragments a round has a part of the inner steps, and exchanges a part of the values.
+
 Links inside a site count as instant.
 """
 
@@ -59,6 +62,8 @@ class RoundCost:
     rest_s: float
     sent_bytes: float  # of the worker that sends most
     leaving_bytes: float  # of all sites, over their links
+    leaving_by_site: Mapping[str, float]
+    link_usd: float  # of these bytes
     usd: float | None  # None: the price of the machines is not known
 
     @property
@@ -72,19 +77,22 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class RoundModel:
-    """Rounds of one run. shares: the learners of each worker, site by site."""
+    """Rounds of one run. shares: the learners of each worker, site by site. Inner steps of the
+    methods are `outer.every_steps`, of which a round has one part for each fragment."""
 
     shares: Shares
-    values: int  # of a change
+    values: int  # of a change; with fragments of the largest one
     sites: tuple[Site, ...]
     inner_s: float  # of one inner step of one learner
     rest_s: float = 0.0  # of a round without computing, codec and exchange
     usd_per_hour: float | None = None  # of all machines
+    fragments: int = 1
+    overlap_steps: int = 0  # inner steps of a learner after its change has left
 
     def cost(self, every_steps: int, codec: CodecChoice) -> RoundCost:
         """Return the cost of a round of so many inner steps with a codec."""
         most = max(len(share) for share in self.shares)
-        compute_s = most * every_steps * self.inner_s
+        compute_s = most * (every_steps // self.fragments) * self.inner_s
         to_each = bytes_to_each(self.shares, self.values, codec.payload)
         learners = sum(len(share) for share in self.shares)
         decode_s = learners * codec.decode_s
@@ -104,24 +112,27 @@ class RoundModel:
             self.rest_s,
             max(to_each) * (len(to_each) - 1),
             sum(leaving),
+            {site.name: n for site, n in zip(self.sites, leaving, strict=True)},
+            usd,
             None if machines is None else machines + usd,
         )
 
     def least_steps(self, codec: CodecChoice, share: float) -> RoundCost | None:
         """Return the round with the fewest inner steps whose compute share is at least `share`;
         None if there is none."""
-        low, high = 1, 1
-        while self.cost(high, codec).compute_share < share:
+        part = self.fragments  # a round has at least one step before its change leaves
+        low = high = self.overlap_steps + 1
+        while self.cost(high * part, codec).compute_share < share:
             low, high = high, high * 2
-            if high > MOST_STEPS:
+            if high * part > MOST_STEPS:
                 return None
         while low < high:
             middle = (low + high) // 2
-            if self.cost(middle, codec).compute_share < share:
+            if self.cost(middle * part, codec).compute_share < share:
                 low = middle + 1
             else:
                 high = middle
-        return self.cost(high, codec)
+        return self.cost(high * part, codec)
 
     def _members(self) -> list[range]:
         """The workers of each site."""
@@ -141,6 +152,7 @@ class RoundModel:
     ) -> float:
         """When the last byte has come, in seconds after the start of the round."""
         members, count = self._members(), len(to_each)
+        overlap_s = self.overlap_steps * self.inner_s
         ends = [turn_s * most]
         for site, own in zip(self.sites, members, strict=True):
             away = [r for r in range(count) if r not in own]
@@ -152,7 +164,7 @@ class RoundModel:
             for parts in (out, into):
                 at = 0.0
                 for wave in range(waves):
-                    at = max(at, turn_s * (wave + 1 if codec.payload else most))
+                    at = max(at, turn_s * (wave + 1 if codec.payload else most) - overlap_s)
                     size = sum(n / k if codec.payload else n for n, k in parts if k > wave)
                     at += size / site.bandwidth
                 latency_s = max(s.latency_s for s in self.sites)

@@ -68,10 +68,7 @@ def _reason(cost: StepCost, best: StepCost, slower: float) -> str:
         return f"{-slower:.1%} faster, but worse by the objective"
     if slower <= _SAME or grown <= 0:
         return "as fast"
-    return (
-        f"{slower:.1%} slower: {name} takes {_time(cost.parts.get(name, 0.0))} of a step, not "
-        f"{_time(best.parts.get(name, 0.0))}"
-    )
+    return f"{slower:.1%} slower: {name} adds {_time(grown)} to a step"
 
 
 def largest_growth(cost: StepCost, other: StepCost) -> tuple[str, float]:
@@ -83,6 +80,8 @@ def largest_growth(cost: StepCost, other: StepCost) -> tuple[str, float]:
 
 
 def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 

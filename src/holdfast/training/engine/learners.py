@@ -5,6 +5,11 @@ step, and its slice of the sample order is that of the microbatch. Its "gradient
 the weights in its inner steps. So dealing, tree, vote and recovery are those of any step. A round
 has the same bits for any number of workers.
 
+With `outer.overlap_steps` a learner gives its change before its last inner steps, as in Streaming
+DiLoCo (Douillard et al., 2025, algorithm 2). The exchange runs while they compute. After the last
+one the round is applied, and the learner mixes its weights with those of the run. So nothing is in
+flight between two rounds, and a snapshot holds all there is.
+
 The module computes with the weights of the learner whose turn it is. A checkpoint holds other
 weights, which stay as they are until the round is applied. A round that fails anywhere has not
 happened: the new state of its learners' optimizers is committed after the update.
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -27,6 +33,7 @@ from holdfast.core.sharding.optimizer_state import slot_prefix
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.core.sharding.state_table import (
     ERROR_PREFIX,
+    LATE_PREFIX,
     LEARNER_PREFIX,
     WEIGHTS_PREFIX,
     learner_shares,
@@ -82,6 +89,7 @@ class LearnerExecutor(Executor):
         self._passes, self._inner, self._parameters = passes, inner, parameters
         self._working, self._user, self._train = list(working), user, config.inner_train
         self._outer, self._every = config.outer, config.outer.inner_steps
+        self._before = self._every - config.outer.overlap_steps  # inner steps before a change
         self._learners = config.outer.learners
         self.counts_alike = config.outer.average != "token_weighted"
         self._rule = "" if config.outer.is_sum else config.outer.average
@@ -106,6 +114,7 @@ class LearnerExecutor(Executor):
             like.append(self._working)
             self._prefixes.append(ERROR_PREFIX)
         fragments = config.outer.fragments
+        self._alpha = config.outer.overlap_alpha if config.outer.overlap_steps else 0.0
         of = fragment_of(parameters.table, fragments)
         numbers = [of[row.name] for row in parameters.table]
         self._fragments = [
@@ -113,9 +122,12 @@ class LearnerExecutor(Executor):
             for fragment in range(fragments)
         ]
         self._open = self._fragments[0]  # parameters that the open round exchanges
-        if fragments > 1:
+        if config.outer.keeps_weights:
             like.append(self._working)
             self._prefixes.append(WEIGHTS_PREFIX)
+        if config.outer.keeps_late:
+            like.append(self._working)
+            self._prefixes.append(LATE_PREFIX)
         self._like = like
         count = len(self._own)
         self._states = self._make_states(like, count)
@@ -162,15 +174,9 @@ class LearnerExecutor(Executor):
         try:
             self.times.start()
             for learner, batch in share:
-                losses.append(self._run_round(learner, batch, listener)[0])
+                send = partial(self._send_change, learner, batch.tokens, listener, exchange)
+                losses.append(self._run_round(learner, batch, listener, send)[0])
                 self.times.lap("inner")
-                changes = self._changes(batch.tokens)
-                if codec is None or exchange is None:
-                    self._give(learner, changes, listener)
-                    self.times.lap("give")
-                else:
-                    exchange.send(learner, self._encode(learner, changes, codec))
-                    self.times.lap("codec")
                 listener.check()
         finally:
             self._parameters.refresh()
@@ -183,6 +189,19 @@ class LearnerExecutor(Executor):
             for learner, flat in enumerate(self._combined(found)):
                 self._give(learner, self._split(flat), listener)
             self.times.lap("give")
+
+    def _send_change(
+        self, learner: int, tokens: float, listener: GradientListener, exchange: PayloadRound | None
+    ) -> None:
+        """Let the change of a learner begin to travel; it returns at once. tokens: of the round."""
+        self.times.lap("inner")
+        changes = self._changes(tokens)
+        if self._codec is None or exchange is None:
+            self._give(learner, changes, listener)
+            self.times.lap("give")
+        else:
+            exchange.send(learner, self._encode(learner, changes, self._codec))
+            self.times.lap("codec")
 
     def _admit(
         self, payloads: dict[int, Tensor], changes: list[Tensor], listener: GradientListener
@@ -229,11 +248,11 @@ class LearnerExecutor(Executor):
     @torch.no_grad()
     def _encode(self, learner: int, changes: Sequence[Tensor], codec: Codec) -> Tensor:
         """The payload of a learner, and what it leaves out for the learner's next round."""
-        row, flat = self._own.index(learner), _flat(changes)
+        row, flat = self._own.index(learner), flat_of(changes)
         errors = self._kept(ERROR_PREFIX, self._states)
         if errors is not None:
             left = [error[row] for error in self._of_open(errors)]
-            flat.add_(_flat(left), alpha=self._feedback)
+            flat.add_(flat_of(left), alpha=self._feedback)
         payload = codec.encode(flat)
         if (errors := self._kept(ERROR_PREFIX, self._next_states)) is not None:
             parts = self._split(flat - codec.decode(payload, flat.numel()))
@@ -252,9 +271,14 @@ class LearnerExecutor(Executor):
         return False
 
     def _run_round(
-        self, learner: int, batch: Any, listener: GradientListener
+        self,
+        learner: int,
+        batch: Any,
+        listener: GradientListener,
+        send_change: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, int]:
-        """The inner steps of a learner. Returns the sum of their losses, and how many it did."""
+        """The inner steps of a learner. Returns the sum of their losses, and how many it did.
+        send_change: called after the inner steps that are part of the change."""
         row = self._own.index(learner)
         self._begin_learner(row)
         size = len(batch.inputs) // self._every
@@ -266,6 +290,8 @@ class LearnerExecutor(Executor):
             loss = self._run_inner_step(first + steps, samples)
             steps += 1
             total = loss if steps == 1 else total + loss
+            if steps == self._before:
+                send_change()
             listener.check()
             self.on_progress()
         self._end_learner(row)
@@ -318,9 +344,14 @@ class LearnerExecutor(Executor):
             torch._foreach_copy_([t[row] for t in own], self._working)
 
     @torch.no_grad()
-    def _keep_state(self, row: int) -> None:
-        """Let a learner that does not count be as before the round."""
-        for states, new in zip(self._states, self._next_states, strict=True):
+    def _keep_state(self, row: int, only: str = "") -> None:
+        """Let a learner that does not count be as before the round. only: in what is under this
+        prefix; "": in all."""
+        for prefix, states, new in zip(
+            self._prefixes, self._states, self._next_states, strict=True
+        ):
+            if only and prefix != only:
+                continue
             for state, value in zip(states, new, strict=True):
                 if state is not None and value is not None:
                     value[row].copy_(state[row])
@@ -357,7 +388,8 @@ class LearnerExecutor(Executor):
                 if is_new and state is not None and value is not None:
                     state.copy_(value)
         if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
-            _fill(self._of_open(own), self._of_open(self._parameters.master_tensors))
+            masters = self._of_open(self._parameters.master_tensors)
+            _mix(self._of_open(own), masters, self._alpha)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -366,7 +398,7 @@ class LearnerExecutor(Executor):
             if state is not None:
                 state.zero_()
         if (own := self._kept(WEIGHTS_PREFIX, self._states)) is not None:
-            _fill(own, self._parameters.master_tensors)
+            _mix(own, self._parameters.master_tensors, 0.0)
 
     def events(self) -> list[Event]:
         """See `LearnerStates`: the loop tells of rounds."""
@@ -400,13 +432,20 @@ class FragmentsOfAll(FragmentGradients, GradientsOfAll):
     """The same, of one fragment."""
 
 
-def _fill(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Give all learners the same values. kept: [learners, *shape]"""
+def _mix(kept: Sequence[Tensor], tensors: Sequence[Tensor], alpha: float) -> None:
+    """Let all learners keep so much of their values, and take the rest from the same tensors. kept:
+    [learners, *shape]"""
     for state, tensor in zip(kept, tensors, strict=True):
-        state.copy_(tensor.expand_as(state))
+        if not alpha:
+            state.copy_(tensor.expand_as(state))
+            continue
+        # In two operations: a fused one rounds the last elements otherwise, and which ones these
+        # are depends on the number of learners here.
+        state.mul_(alpha).add_(tensor * (1 - alpha))
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def flat_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values of all tensors, one after the other: [n] fp32"""
     return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in tensors])
 
 

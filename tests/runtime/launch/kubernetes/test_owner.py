@@ -277,14 +277,21 @@ def test_a_queue_that_does_not_exist_is_refused_before_anything_is_made(
     assert not any(" apply " in call for call in kubectl.calls)
 
 
-def test_a_dataset_that_pods_cannot_reach_is_refused(
-    kubectl: FakeKubectl, request_here: LaunchRequest
-) -> None:
-    stored = {"config": {}, "dataset": {"folder": "/home/me/dataset"}}
-    (request_here.folder / "resolved.json").write_text(json.dumps(stored))
+def test_a_dataset_that_pods_cannot_reach_is_refused(kubectl: FakeKubectl, tmp_path: Path) -> None:
+    request = with_folder(request_of("data.folder=/home/me/dataset"), tmp_path)
     with pytest.raises(UserError, match=r"data\.folder: pods cannot reach the dataset"):
-        KubernetesOwner().submit(request_here)
+        KubernetesOwner().submit(request)
     assert kubectl.calls == []
+
+
+def test_a_dataset_that_moved_to_the_claim_is_not_sought_where_the_run_had_it(
+    kubectl: FakeKubectl, tmp_path: Path
+) -> None:
+    """A run that trained on this machine continues in pods."""
+    request = with_folder(request_of(), tmp_path)
+    stored = {"config": {}, "dataset": {"folder": "/home/me/dataset"}}
+    (request.folder / "resolved.json").write_text(json.dumps(stored))
+    assert KubernetesOwner().submit(request).nodes == 4
 
 
 def test_long_complaints_are_cut() -> None:

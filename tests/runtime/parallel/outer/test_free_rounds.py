@@ -29,14 +29,16 @@ PROGRESS = [
 ]
 
 
-@pytest.mark.parametrize("uses_late", [False, True])
-def test_every_token_of_the_slices_has_one_fate(uses_late: bool) -> None:
-    rows = decide_fates(7, EVERY, PROGRESS, uses_late=uses_late)
+@pytest.mark.parametrize(
+    ("late", "fate", "weight"),
+    [("drop", "dropped", 0), ("use", "used_late", 30), ("discount", "late", 15)],
+)
+def test_every_token_of_the_slices_has_one_fate(late: str, fate: str, weight: float) -> None:
+    rows = decide_fates(7, EVERY, PROGRESS, late, 0.5)
     counts = count_fates(rows)
-    late = "used_late" if uses_late else "dropped"
-    assert (counts["used"], counts[late], counts["not_computed"]) == (80, 30, 50)
+    assert (counts["used"], counts[fate], counts["not_computed"]) == (80, 30, 50)
     assert sum(counts.values()) == 160
-    assert sum(row.weight for row in rows) == (110 if uses_late else 80)
+    assert [row.weight for row in rows] == [40, 40, weight, 0]
     assert [LearnerFate.from_json(row.to_json()) for row in rows] == rows
 
 
@@ -44,7 +46,7 @@ def test_every_token_of_the_slices_has_one_fate(uses_late: bool) -> None:
     "changes", [{"steps": 2}, {"tokens": 41}, {"weight": 1.0}, {"fate": "used"}, {"base": 5}]
 )
 def test_an_edited_row_is_named(changes: dict[str, object]) -> None:
-    rows = decide_fates(7, EVERY, PROGRESS, uses_late=False)
+    rows = decide_fates(7, EVERY, PROGRESS, "drop", 0.5)
     assert not list(row_problems(rows, rows))
     edited = LearnerFate.from_json(rows[2].to_json() | changes)
     (problem,) = row_problems([*rows[:2], edited, rows[3]], rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.core.sharding.state_table import learner_shares
@@ -45,6 +47,27 @@ def test_sums_and_payloads_fill_the_link_with_their_bytes() -> None:
     assert coded.round_s == pytest.approx(2 * 10 * 0.1 + 0.08 + 1.0 + 0.3)
     usd = 7.2 * coded.round_s / 3600 + 4e6 * 0.05 / 1e9
     assert coded.usd == pytest.approx(usd)
+
+
+def test_overlap_hides_the_exchange_behind_the_last_inner_steps() -> None:
+    plain = model(latency_s=0.0)
+    for steps, left in ((0, 4.0), (5, 3.5), (40, 0.0)):
+        rounds = replace(plain, overlap_steps=steps)
+        assert rounds.cost(50, NONE).exchange_s == pytest.approx(left)
+        assert rounds.cost(50, NONE).compute_s == plain.cost(50, NONE).compute_s
+    hidden = replace(plain, rest_s=0.0, overlap_steps=40).least_steps(NONE, 0.9)
+    assert hidden is not None
+    assert hidden.every_steps == 41  # one step before the change leaves
+
+
+def test_a_round_of_a_fragment_has_its_part_of_steps_and_values() -> None:
+    plain = model()
+    parts = replace(plain, values=plain.values // 4, fragments=4)
+    expected = replace(plain, values=plain.values // 4).cost(10, NONE)
+    assert parts.cost(40, NONE) == replace(expected, every_steps=40)
+    least = parts.least_steps(NONE, 0.9)
+    assert least is not None
+    assert least.every_steps % 4 == 0
 
 
 def test_all_workers_of_a_site_share_its_link() -> None:

@@ -20,7 +20,6 @@ from holdfast.elastic.notices.kubernetes import POD_NAME_VARIABLE, POD_NAMESPACE
 from holdfast.errors import ConfigError
 from holdfast.launch.node.node_place import ZONE_VARIABLE
 from holdfast.launch.owners.owner import LaunchRequest
-from holdfast.launch.run.runs import read_resolved
 from holdfast.wire.secret import SECRET_FILE_VARIABLE
 
 Object = dict[str, Any]
@@ -94,10 +93,9 @@ def refuse_incomplete(request: LaunchRequest) -> None:
         remedy = f"use launch.kubernetes.claim_at={Path(request.location).parent}"
         what = f"the run folder {request.location} does not lie on the claim"
         add(what, f"launch.kubernetes.claim_at={at}", remedy)
-    stored = read_resolved(request.folder) or {}
-    data = str(stored.get("dataset", {}).get("folder") or os.path.abspath(config.data.folder))
+    data = os.path.abspath(config.data.folder)
     is_there = at is not None and Path(data).is_relative_to(at)
-    if not (is_there or "://" in config.data.folder or "://" in data or config.has_own_data):
+    if not (is_there or "://" in config.data.folder or config.has_own_data):
         remedy = f"prepare it on the claim, as data.folder={at or 'PATH'}/dataset, or in a bucket"
         add(f"pods cannot reach the dataset in {data}", "data.folder", remedy)
     if found:
