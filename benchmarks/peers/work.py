@@ -154,7 +154,7 @@ class Bench:
         around: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext(),
         clip: Callable[[], object] | None = None,
     ) -> None:
-        """Train as ordered; returns never.
+        """Train as ordered, until an order ends the process.
 
         Args:
             places: this rank's tokens of every sample; None: the rank has samples of its own.

@@ -30,7 +30,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class RankError(SystemExit):
-    """A rank ended or did not answer in time. Where nothing catches it, the program ends so."""
+    """A rank ended or did not answer in time. If nothing catches this, it ends the program."""
 
 
 class Ranks:

@@ -125,8 +125,8 @@ def train(
         if done.stdout.strip():
             answer: dict[str, Any] = json.loads(done.stdout)
             return answer
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        return {"error": f"the trainer ended: {said[-1][:300]}"}
+        words = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        return {"error": f"the trainer ended: {words[-1][:300]}"}
 
 
 def _ours(
