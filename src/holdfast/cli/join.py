@@ -28,6 +28,7 @@ from holdfast.launch.node.trackers import refuse_bad_tasks, refuse_missing_track
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import joining_weights
+from holdfast.launch.run.pausing import refuse_bad_pause, train_between_pauses
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
 from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved, run_folder_of
@@ -114,24 +115,25 @@ def join(
     refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
     refuse_bad_tasks(loaded)
+    refuse_bad_pause(loaded)
     loaded, version = _with_data(loaded, stored, folder)
-    with (
-        early_signals_answered(),
-        crash_log_in(folder),
-        RunViews(loaded.config, folder, version, machine, json=json) as views,
-    ):
-        return local.train_locally(
-            loaded,
-            observers=views.observers,
-            render_metrics=views.render_metrics,
-            seen_progress=views.seen_progress,
-            say=views.say,
-            say_last=views.say_last,
-            dataset_version=version,
-            resume=shlex.join(
-                ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
-            ),
-        )
+    again = ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
+
+    def session(is_first: bool) -> int:
+        with RunViews(loaded.config, folder, version, machine, json=json) as views:
+            return local.train_locally(
+                loaded,
+                observers=views.observers,
+                render_metrics=views.render_metrics,
+                seen_progress=views.seen_progress,
+                say=views.say,
+                say_last=views.say_last,
+                dataset_version=version,
+                resume=shlex.join(again),
+            )
+
+    with early_signals_answered(), crash_log_in(folder):
+        return train_between_pauses(loaded.config, folder, say, session)
 
 
 def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
@@ -188,6 +190,7 @@ def _own(overrides: list[str]) -> list[str]:
             "task.folder",
             "model.weights",
             "lora.base",
+            "pause.file",
             *ADDRESS_KEYS,
             *MACHINE_KEYS,
         ):

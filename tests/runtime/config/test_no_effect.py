@@ -49,6 +49,7 @@ def said(*overrides: str) -> list[str]:
             "train.memory.activations host",
         ),
         ("layout.async_tp=true", "layout.tp 1"),
+        ("pause.above=400", "no pause.file"),
         ("train.evaluate.every=1001", "one evaluation, at the end"),
         ("checkpoint.every_steps=5000", "it never comes"),
         ("checkpoint.keep_every=5000", "it never comes"),

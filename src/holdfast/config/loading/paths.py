@@ -35,6 +35,7 @@ FREE_PATHS = (
     "cluster.prediction",
     "cluster.faults",
     "launch.ssh.hosts_file",
+    "pause.file",
     "plan.cluster",
     "task.folder",
     "model.weights",
