@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.config.sections.data import CurriculumConfig, DataConfig
 from holdfast.config.sections.train import EvaluateConfig, TrainConfig
+from holdfast.data.order.media_samples import MediaSamples
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.node_cache import total_bytes
@@ -61,7 +62,7 @@ def _describe_long_documents(batches: Batches) -> Iterator[str]:
     room, names = batches.sequence_length, batches.dataset.source_names
     for name, stream in zip(names, batches.dataset.streams("train"), strict=True):
         lengths = np.diff(stream.document_starts())
-        if not stream.is_chat and (count := int((lengths > room).sum())):
+        if not (stream.is_chat or stream.has_features) and (count := int((lengths > room).sum())):
             yield (
                 f"{name}: {count:,} of {len(lengths):,} documents are longer than "
                 f"data.sequence_length {room}, so each is split over several samples"
@@ -88,6 +89,13 @@ def _describe_packing(batches: Batches) -> Iterator[str]:
     for name, rows, stream in zip(
         batches.dataset.source_names, batches.packed, streams, strict=True
     ):
+        if isinstance(rows, MediaSamples):
+            if rows.cut:
+                yield (
+                    f"{name}: {rows.cut:,} of {rows.count:,} texts are longer than "
+                    f"data.sequence_length {batches.sequence_length} and are cut"
+                )
+            continue
         if rows is None:
             continue
         what = "pairs" if stream.rows == "preference" else "rows"
