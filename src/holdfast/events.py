@@ -588,6 +588,14 @@ class BudgetReached(Event, kind="budget_reached", absent_if_empty={"command"}):
         return f"{used}{': the run continues' if self.action == 'passed' else ''}"
 
 
+class PauseBegun(Event, kind="pause_begun"):
+    """The run saves and waits, by its section `pause`. The stop that follows has the reason."""
+
+    value: float  # of the signal
+    above: float  # the limit that it passed
+    below: float  # value at which the run continues
+
+
 class MajorityLacked(Event, kind="majority_lacked"):
     """A node misses the coordinator, and it reaches no majority of the last generation's nodes."""
 

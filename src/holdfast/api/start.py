@@ -21,6 +21,7 @@ from holdfast.launch.ranks.local_ranks import as_one_node
 from holdfast.launch.ranks.roll_call import call_roll
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.holder import HolderWatch
+from holdfast.launch.run.pausing import refuse_bad_pause, train_between_pauses
 from holdfast.launch.run.runs import run_folder_of
 from holdfast.launch.start.begin import BegunRun, Start, begin_run, finished_step
 from holdfast.launch.start.facts import Facts, Screen
@@ -93,19 +94,23 @@ def start(
             watch = HolderWatch(folder, say)
             refuse_missing_trackers(loaded)
             refuse_bad_tasks(loaded)
+            refuse_bad_pause(loaded)
             refuse_foreign_address(loaded.config.cluster)
             started = Start(loaded, facts, folder, watch, SCREEN, fresh, yes)
             begun = begin_run(started)
             code = 0
             if begun.last_step is None:
-                code = train_begun(started, begun)
+                config = begun.loaded.config
+                code = train_between_pauses(
+                    config, folder, say, lambda is_first: train_begun(started, begun, is_first)
+                )
         results.append(StartResult(code, folder, begun.last_step))
         return code
 
-    def train_begun(started: Start, begun: BegunRun) -> int:
+    def train_begun(started: Start, begun: BegunRun, is_first: bool) -> int:
         facts, folder, config = started.facts, started.folder, begun.loaded.config
         version = begun.dataset_version
-        if facts.launcher is not None and facts.several:
+        if is_first and facts.launcher is not None and facts.several:
             call_roll(store_of_run(folder), facts.launcher, config.launch.gather_seconds)
         with RunViews(config, folder, version, facts.hardware, json=json) as views:
             code = local.train_locally(
@@ -116,7 +121,7 @@ def start(
                 say=views.say,
                 say_last=views.say_last,
                 dataset_version=version,
-                fresh=fresh,
+                fresh=fresh and is_first,
                 watch=started.watch,
                 before_joining=before_joining,
             )

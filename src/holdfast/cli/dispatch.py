@@ -180,7 +180,11 @@ def _report_failure(program: str, error: BaseException, folder: Path) -> int:
         return error.exit_code
     usage = getattr(error, "format_message", None)  # the parser's own errors
     if usage is not None and hasattr(error, "exit_code"):
-        words = usage().strip().rstrip(".").replace("Value error, ", "")
+        words = " ".join(usage().split()).rstrip(".").replace("Value error, ", "")
+        option = str(getattr(error, "option_name", ""))
+        if "." in option:  # as argparse writes keys
+            print(f"{program}: keys have no dashes; write {option[2:]}=VALUE", file=sys.stderr)
+            return 2
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", program) if context else program
         print(f"{path}: {words or 'a command is missing'}; see '{path} --help'", file=sys.stderr)

@@ -16,7 +16,7 @@ from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import JournalJson, run_path
 from holdfast.config.loading import yaml_tree
 from holdfast.config.loading.identity import refuse_other_run
-from holdfast.config.loading.load import LoadedConfig, resolve_config
+from holdfast.config.loading.load import LoadedConfig, load_config, resolve_config
 from holdfast.data.stream.dataset_location import open_dataset
 from holdfast.data.stream.verify import check_dataset
 from holdfast.errors import RunFolderError
@@ -28,9 +28,10 @@ from holdfast.launch.node.trackers import refuse_bad_tasks, refuse_missing_track
 from holdfast.launch.run.bucket_run import place_word, require_secret
 from holdfast.launch.run.holder import HolderWatch
 from holdfast.launch.run.lora_run import joining_weights
+from holdfast.launch.run.pausing import refuse_bad_pause, train_between_pauses
 from holdfast.launch.run.resume_checks import ensure_end_is_intact
 from holdfast.launch.run.run_folder import dataset_version_in, refuse_alone
-from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved
+from holdfast.launch.run.runs import RESOLVED_FILE, read_resolved, run_folder_of
 from holdfast.launch.run.task_run import describe_in, describe_named_in
 from holdfast.launch.start.begin import finished_step
 from holdfast.launch.start.data import prepare_and_check_dataset
@@ -82,6 +83,13 @@ def join(
     from holdfast.machine.hardware import detect_hardware
 
     stored = read_resolved(folder)
+    if folder.is_file():
+        run = place_word(run_folder_of(load_config(folder).config))
+        raise RunFolderError(
+            "a node joins by the folder of a run, and this is a run file",
+            where=str(folder),
+            remedy=f"name the folder: holdfast join {run}",
+        )
     if stored is None:
         raise RunFolderError(
             "no run has been started here",
@@ -107,24 +115,25 @@ def join(
     refuse_foreign_address(loaded.config.cluster)
     refuse_missing_trackers(loaded)
     refuse_bad_tasks(loaded)
+    refuse_bad_pause(loaded)
     loaded, version = _with_data(loaded, stored, folder)
-    with (
-        early_signals_answered(),
-        crash_log_in(folder),
-        RunViews(loaded.config, folder, version, machine, json=json) as views,
-    ):
-        return local.train_locally(
-            loaded,
-            observers=views.observers,
-            render_metrics=views.render_metrics,
-            seen_progress=views.seen_progress,
-            say=views.say,
-            say_last=views.say_last,
-            dataset_version=version,
-            resume=shlex.join(
-                ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
-            ),
-        )
+    again = ["holdfast", "join", location_of_run(folder), "--node", name, *(overrides or ())]
+
+    def session(is_first: bool) -> int:
+        with RunViews(loaded.config, folder, version, machine, json=json) as views:
+            return local.train_locally(
+                loaded,
+                observers=views.observers,
+                render_metrics=views.render_metrics,
+                seen_progress=views.seen_progress,
+                say=views.say,
+                say_last=views.say_last,
+                dataset_version=version,
+                resume=shlex.join(again),
+            )
+
+    with early_signals_answered(), crash_log_in(folder):
+        return train_between_pauses(loaded.config, folder, say, session)
 
 
 def _is_finished(folder: Path, loaded: LoadedConfig) -> bool:
@@ -181,6 +190,7 @@ def _own(overrides: list[str]) -> list[str]:
             "task.folder",
             "model.weights",
             "lora.base",
+            "pause.file",
             *ADDRESS_KEYS,
             *MACHINE_KEYS,
         ):

@@ -33,6 +33,7 @@ from holdfast.config.sections.objective import ObjectiveConfig
 from holdfast.config.sections.observe import ObserveConfig
 from holdfast.config.sections.optimizer import BUILT_IN, OptimizerConfig
 from holdfast.config.sections.outer import OuterConfig
+from holdfast.config.sections.pause import PauseConfig
 from holdfast.config.sections.plan import PlanConfig
 from holdfast.config.sections.recompute import RecomputePolicy
 from holdfast.config.sections.rollout import RolloutConfig
@@ -80,6 +81,7 @@ class RunConfig(Section):
     evaluate: InPlace[EvaluateTasksConfig] = EvaluateTasksConfig()
     governance: InPlace[GovernanceConfig] = GovernanceConfig()
     budget: InPlace[BudgetConfig] = BudgetConfig()
+    pause: InPlace[PauseConfig] = PauseConfig()
 
     @field_validator("device", mode="before")
     @classmethod

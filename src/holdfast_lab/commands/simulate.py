@@ -63,7 +63,8 @@ Machines = Annotated[
 Policies = Annotated[
     list[str] | None,
     typer.Option(
-        help="holdfast (the default), powered-down, steady-cap, carbon-cap "
+        help="holdfast (the default), powered-down, steady-cap, carbon-cap, carbon-pause, "
+        "carbon-cap-pause "
         "(docs/studies/energy.md), restart, torchft, bamboo, varuna, parcae or acute; repeatable"
     ),
 ]

@@ -16,7 +16,7 @@ from holdfast.plan.objective.goodput import GoodputModel
 from holdfast.plan.objective.recovery_costs import RUNG_S, RecoveryCosts
 from holdfast.policy.membership.state import node_timeout_s
 from holdfast.report.history.history import read_history, rung_prices
-from holdfast_lab.engine.capped import CLOCKS, capped
+from holdfast_lab.engine.capped import CLOCKS, STRETCH, capped
 from holdfast_lab.engine.holdfast import HoldfastRules, holdfast
 from holdfast_lab.engine.interfaces import CostModel, PolicyMaker
 from holdfast_lab.engine.kept_replays import key_of
@@ -94,6 +94,7 @@ def study_of(
     plan: plans the run with further keys of the run file. read: a stream of each file of the trace.
     """
     fixed, of_generator = _fixed_settings(asked)
+    _refuse_stretch_without_effect(asked)
     refuse_no_trace(asked)
     recorded = read() if asked.traces else ()
     files = [stream.header.sha256 for stream in recorded]
@@ -122,7 +123,7 @@ def study_of(
             if name == OURS or name in CLOCKS:
                 maker = _ours(request, variant.settings, prices)
             if name in CLOCKS:
-                maker = capped(name, maker)
+                maker = capped(name, maker, variant.settings.values.get("stretch", STRETCH))
             case = Case(words, maker, cost)
             steps = request.loaded.config.train.steps if asked.is_until_done else inf
             tokens = request.problem.workload.step_tokens * steps
@@ -188,6 +189,16 @@ def _fixed_settings(asked: Asked) -> tuple[dict[str, float], dict[str, float]]:
                 "without --set",
             )
     return ours, made
+
+
+def _refuse_stretch_without_effect(asked: Asked) -> None:
+    given = [text.partition("=")[0].strip() for text in (*asked.given, *asked.sweeps)]
+    if "stretch" in given and not CLOCKS.keys() & {*asked.policies}:
+        raise ConfigError(
+            "stretch is for policies with caps or pauses, and none of them is named",
+            where="command line",
+            remedy="leave it out, or add --policy carbon-pause",
+        )
 
 
 def _variants(asked: Asked, fixed: dict[str, float]) -> Iterator[_Variant]:

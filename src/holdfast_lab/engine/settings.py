@@ -21,6 +21,7 @@ COSTS = tuple(each.name for each in fields(Costs))
 RULES = tuple(each.name for each in fields(HoldfastRules) if each.name != "rung_s")
 NOTICES = ("notice_s", "missed_share", "false_per_node_day")
 FLEET = ("nodes", "spares")
+POWER = ("stretch",)
 MOST_NODES = 100_000  # nodes of a made trace
 _SWITCHES = ("peers", "staged", "replicas_go_on")
 _SHARES = ("missed_share", "sent_share")
@@ -38,7 +39,8 @@ _POSITIVE = (
 @dataclass(frozen=True)
 class Settings:
     """Values by name. What is not named keeps its value. nodes: the most that the run may use;
-    spares: nodes beyond them that the run may have."""
+    spares: nodes beyond them that the run may have. stretch: time that training may take under a
+    policy of caps or pauses, of that at full clock."""
 
     values: Mapping[str, float] = field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class Settings:
 
 def is_setting(name: str) -> bool:
     """Return True for a name that `Settings` knows; another name may be a key of the run file."""
-    return name in (*COSTS, *RULES, *NOTICES, *FLEET)
+    return name in (*COSTS, *RULES, *NOTICES, *FLEET, *POWER)
 
 
 def parse_setting(text: str, where: str) -> tuple[str, tuple[str, ...]]:
@@ -91,6 +93,8 @@ def as_number(name: str, text: str, where: str) -> float:
         fits, remedy = 0 <= value <= 1, "give a number from 0 to 1"
     elif name in _POSITIVE:
         fits, remedy = 0 < value < inf, "give a number above 0"
+    elif name in POWER:
+        fits, remedy = 1 <= value < inf, "give a number of 1 or more, as 1.5 for half as much again"
     elif name in FLEET:
         least = int(name == "nodes")
         fits = least <= value <= MOST_NODES and value.is_integer()

@@ -28,10 +28,22 @@ EVENTS = [
 """Three nodes, of which the run uses two."""
 
 
-def ledger_of(maker: PolicyMaker, costs: Costs = COSTS) -> Ledger:
+THREE_SHIFTS = [
+    *EVENTS[:3],
+    *(
+        TraceEvent(hour * 3600.0, "carbon", "", "", "", 100.0 + 200.0 * (hour % 24 // 8))
+        for hour in range(30 * 24)
+    ),
+]
+"""The same nodes. Each day has 8 hours of 100, 300 and 500 grams."""
+
+
+def ledger_of(
+    maker: PolicyMaker, costs: Costs = COSTS, events: list[TraceEvent] = EVENTS
+) -> Ledger:
     """Ten days of work on two nodes."""
     cost = linear_cost(2, 1000.0, 1000.0, costs)
-    events = sorted(EVENTS, key=lambda event: event.t_s)
+    events = sorted(events, key=lambda event: event.t_s)
     return Simulation(cost, maker(cost), Limits(inf, 10 * DAY * 1000.0)).run(events)
 
 
@@ -66,3 +78,33 @@ def test_a_cap_that_follows_carbon_emits_less_than_a_steady_one_and_is_in_time()
 def test_devices_of_unknown_power_are_refused() -> None:
     with pytest.raises(ConfigError, match="carbon-cap needs it"):
         ledger_of(capped("carbon-cap", holdfast), Costs())
+
+
+def test_a_run_with_time_pauses_in_dirty_hours_and_ends_in_time() -> None:
+    """It may take 1.6 times as long, so it leaves out the 8 dirtiest hours of a day."""
+    full, paused = (
+        ledger_of(capped(name, holdfast, 1.6), events=THREE_SHIFTS)
+        for name in ("powered-down", "carbon-pause")
+    )
+    assert paused.finished
+    assert paused.wall_s <= 1.6 * full.wall_s
+    assert paused.seconds["stopped"] == pytest.approx(paused.wall_s / 3, rel=0.05)
+    assert paused.joules == pytest.approx(full.joules, rel=0.01), "the same work at full clock"
+    assert paused.grams_co2 < 0.8 * full.grams_co2
+
+
+def test_caps_and_pauses_together_emit_less_than_each_alone() -> None:
+    cap, pause, both = (
+        ledger_of(capped(name, holdfast, 2.5), events=THREE_SHIFTS)
+        for name in ("carbon-cap", "carbon-pause", "carbon-cap-pause")
+    )
+    assert both.by_reason["pause"] > 5
+    assert both.grams_co2 < 0.9 * min(cap.grams_co2, pause.grams_co2)
+
+
+def test_without_time_to_lose_a_run_does_not_pause() -> None:
+    steady, paused = (
+        ledger_of(capped(name, holdfast, 1.0)) for name in ("powered-down", "carbon-pause")
+    )
+    assert paused.wall_s == steady.wall_s
+    assert "pause" not in paused.by_reason

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.api.early_end import crash_log_in
 from holdfast.cli.dispatch import app
+from holdfast.cli.main import main
 from holdfast.cli.table import Command, all_commands
 from holdfast.errors import CorruptError, DataError
 from tests.support.commands import start, within
@@ -69,6 +70,8 @@ def test_version() -> None:
         (["xyzzy"], "there is no command 'xyzzy'; see 'holdfast --help'"),
         (["train"], "Missing"),
         (["train", "run.yaml", "--frsh"], "--frsh"),
+        (["train", "run.yaml", "--train.steps=5"], "write train.steps=VALUE"),
+        (["prune", "run.yaml", "--to", "y"], "magnitude, wanda, layers; see"),
         (["data"], "see 'holdfast data --help'"),
         (["data", "prepar"], "prepar"),
         (["generate", "run", "x", "--tokens", "many"], "--tokens"),
@@ -152,6 +155,14 @@ def test_a_fault_in_a_run_is_logged_in_its_folder(faulty, tmp_path: Path) -> Non
     assert found.code == 1
     (log,) = (run / "logs").iterdir()
     assert str(log) in found.err
+
+
+def test_interrupted_while_modules_are_imported_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cli.main._dispatch", interrupted)
+    assert main(["train"]) == 130
 
 
 def test_interrupted_is_130(faulty) -> None:  # type: ignore[no-untyped-def]

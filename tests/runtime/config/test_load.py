@@ -158,6 +158,10 @@ def test_all_mistakes_come_at_once() -> None:
         ("data.sources.3.path=x", "data.sources has no item 3; the next one is data.sources.0"),
         ("train.steps=[1", "not valid YAML"),
         ("train=3", "train is 3, not a section of keys"),
+        ("layout=automatic", "did you mean layout.mode=auto?"),
+        ("train.optimizer=adamw", "did you mean train.optimizer.name=adamw?"),
+        ("data.sources[0].kind=text", "did you mean data.sources.0.kind?"),
+        ("name=my first run", "use my-first-run"),
     ],
 )
 def test_refusals_of_the_command_line_say_so(override: str, words: str) -> None:
@@ -259,6 +263,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
     assert "there is no such run file" in refused_file(tmp_path / "none.yaml")
+    (tmp_path / "run.yaml").touch()
+    assert f"did you mean {tmp_path}/run.yaml?" in refused_file(tmp_path / "rum.yaml")
     assert "a folder, not a run file" in refused_file(tmp_path)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("seed: 1\nname: é\n".encode("latin-1"))

@@ -19,6 +19,7 @@ def said(*overrides: str) -> list[str]:
             "train.schedule.warmup_steps=0 train.schedule.kind=wsd train.schedule.decay_steps=2000",
             "the decay is cut to 1000; use 1000 or less",
         ),
+        ("seed=2 train.precision=bf16 seed=3", "leave out seed=2"),
         ("train.schedule.kind=wsd train.schedule.decay_steps=990", "the decay is cut to 980"),
         ("train.schedule.decay_steps=5", "is for schedule.kind wsd"),
         (
@@ -48,6 +49,7 @@ def said(*overrides: str) -> list[str]:
             "train.memory.activations host",
         ),
         ("layout.async_tp=true", "layout.tp 1"),
+        ("pause.above=400", "no pause.file"),
         ("train.evaluate.every=1001", "one evaluation, at the end"),
         ("checkpoint.every_steps=5000", "it never comes"),
         ("checkpoint.keep_every=5000", "it never comes"),

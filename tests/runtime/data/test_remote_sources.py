@@ -12,12 +12,15 @@ import pytest
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.prepare import remote_sources
+from holdfast.data.prepare.prepare import prepare_dataset
 from holdfast.data.prepare.remote_sources import fetch_sources
-from holdfast.errors import UserError
+from holdfast.errors import DataError, UserError
+from holdfast.wire.store import slow_requests
 from holdfast.wire.store.location import open_objects, parse_location
 from tests.support import s3
 from tests.support.commands import within, write_run_file
 from tests.support.corpus import data_config, make, text_folder, tree
+from tests.support.s3 import Fault
 
 pytestmark = pytest.mark.usefixtures("s3_credentials")
 
@@ -116,6 +119,42 @@ def test_folders_of_a_web_console_are_no_objects(texts: Path, there: str, tmp_pa
 def test_other_options_of_an_address_are_the_same_source(there: str, tmp_path: Path) -> None:
     made = make(config_of(there, tmp_path))
     assert make(config_of(f"{there}&timeout=9", tmp_path)).version == made.version
+
+
+def test_a_dataset_of_the_same_text_in_another_place_is_used(
+    texts: Path, there: str, tmp_path: Path
+) -> None:
+    made = make(config_of(str(texts), tmp_path))
+    assert make(config_of(there, tmp_path)).version == made.version
+    put(there, "000.txt", b"other text")
+    with pytest.raises(DataError, match="holds other text"):
+        make(config_of(there, tmp_path))
+
+
+@pytest.mark.parametrize("key", ["sources", "folder"])
+def test_a_bucket_that_keeps_silent_is_named(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(slow_requests, "SAY_AFTER_S", 0.1)
+    with s3.proxied() as proxy:
+        location = s3.location(proxy.address, retries=0, timeout=2)
+        where = location.partition("?")[0]
+        proxy.rule = lambda request: Fault(hold=True)
+        config = config_of(location if key == "sources" else str(texts), tmp_path)
+        if key == "folder":
+            config = config.model_copy(update={"folder": location})
+        said: list[str] = []
+        with pytest.raises(UserError):
+            prepare_dataset(config, say=said.append)
+        assert [line for line in said if line.startswith(f"{where} has not answered")]
+        assert len([line for line in said if "given up after 2 s" in line]) == 1
+
+
+def test_a_tokenizer_at_an_address_is_refused(tmp_path: Path) -> None:
+    path = "data.tokenizer.path=s3://bucket/tokenizer.json?region=x"
+    within("data", "prepare", write_run_file(tmp_path), path).refuses_last(
+        "data.tokenizer.path", "is an address"
+    )
 
 
 @pytest.mark.parametrize(

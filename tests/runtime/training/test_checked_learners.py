@@ -17,6 +17,7 @@ from holdfast.events import ChangeLeftOut, Event, LearnerChecked
 from holdfast.parallel.outer.trust import choose_checkers, draw_checks, find_outliers
 from holdfast.training.engine.checked_learners import CheckedLearners
 from holdfast.training.engine.engine import StepEngine
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import engine, feed, one_step, tiny
 
@@ -95,7 +96,7 @@ def _of(events: list[Told], kind: type[Event]) -> list[Any]:
     return [event for event in found if event.of == kind.__name__]
 
 
-@pytest.mark.parametrize("codec", ["none", "int2"])
+@pytest.mark.parametrize("codec", [in_campaign("none"), "int2"])
 def test_checks_of_honest_ranks_change_no_bit_and_name_none(codec: str) -> None:
     changes = {"outer__codec": {"name": codec}}
     (plain,) = rank_values(_rounds, 1, {"changes": changes})
@@ -108,7 +109,9 @@ def test_checks_of_honest_ranks_change_no_bit_and_name_none(codec: str) -> None:
     assert not _of(events, ChangeLeftOut)
 
 
-@pytest.mark.parametrize("cheat", ["no work", "one bit", "sign x 10", "NaN", "state"])
+@pytest.mark.parametrize(
+    "cheat", [*map(in_campaign, ("no work", "sign x 10")), "one bit", "NaN", "state"]
+)
 def test_a_check_names_each_cheat_and_the_rest_stay_equal(cheat: str) -> None:
     changes = {"outer__trust": {"checks": 1.0}}
     found = rank_values(_rounds, 2, {"changes": changes, "cheat": cheat})

@@ -6,7 +6,7 @@ object is complete.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -41,9 +41,36 @@ KEPT_IN_SOURCE_PREFIX = "kept-in-source/"
 """The same in a bucket, of steps that the run folder keeps. Its uploader writes them."""
 
 
+BEST_PREFIX = "best/"
+"""Objects that name steps of checkpoint.keep_best. Each holds the validation loss as a number."""
+
+
 def kept_steps(store: RunStore) -> set[int]:
     """Return the steps whose checkpoints stay, whatever the rules say."""
-    return _marked_steps(store, KEPT_PREFIX) | _marked_steps(store, KEPT_IN_SOURCE_PREFIX)
+    prefixes = (KEPT_PREFIX, KEPT_IN_SOURCE_PREFIX, BEST_PREFIX)
+    return set().union(*(_marked_steps(store, prefix) for prefix in prefixes))
+
+
+def keep_lowest(store: RunStore, keep_best: int, losses: Mapping[int, float]) -> None:
+    """Keep the checkpoints of the `keep_best` steps with the lowest validation loss.
+
+    losses: new ones, by step. A step whose checkpoint may still come is kept, and releases no
+    other one.
+    """
+    known = dict(losses)
+    for step in _marked_steps(store, BEST_PREFIX) - losses.keys():
+        with suppress(MissingKeyError):  # another node of the run does the same
+            known[step] = float(store.get(f"{BEST_PREFIX}{step}"))
+    places = map(parse_commit_key, list_commits(store))
+    committed = {place[0] for place in places if place is not None}
+    kept = {step for step in known if step > max(committed, default=0)}
+    kept |= set(sorted(known.keys() & committed, key=lambda step: (known[step], step))[:keep_best])
+    for step in losses.keys() & kept:
+        store.delete(f"{BEST_PREFIX}{step}")  # of an earlier try of this step
+        with suppress(AlreadyExistsError):
+            store.create(f"{BEST_PREFIX}{step}", repr(losses[step]).encode())
+    for step in known.keys() - kept:
+        store.delete(f"{BEST_PREFIX}{step}")
 
 
 def mark_kept_in_source(bucket: RunStore, steps: Collection[int]) -> None:

@@ -86,6 +86,8 @@ _ON_COMMAND_LINE = {
     "dict_type": "name one of its keys: {key}.KEY=VALUE",
 }
 """Kind of a refusal -> the remedy for a value of the command line."""
+_KIND_KEYS = ("mode", "kind", "name")
+"""Keys by which a section says what it is."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -125,10 +127,21 @@ def explain_errors(
         where = _where(path, rule, place) or name
         if where.startswith("command line") and details["type"] in _ON_COMMAND_LINE:
             remedy = _ON_COMMAND_LINE[details["type"]].format(key=".".join(map(str, path)))
+            if word := next((each for each in _KIND_KEYS if field_at((*path, each))), ""):
+                remedy = f"did you mean {_as_kind((*path, word), str(details['input']))}?"
         text = f"{where}: {subject}{what}" + (f"; {remedy}" if remedy else "")
         if text not in sentences:
             sentences.append(text)
     return ConfigError("\n".join(sentences))
+
+
+def _as_kind(path: tuple[str | int, ...], value: str) -> str:
+    """Return `key=value` for a section that was given one word."""
+    info = field_at(path)
+    choices = get_args(info.annotation) if info is not None else ()
+    if choices and value not in choices:
+        value = nearest_of(value, choices) or choices[0]
+    return f"{'.'.join(map(str, path))}={value}"
 
 
 def explain_rule(sentence: str, place: Place, name: str) -> ConfigError:
@@ -339,6 +352,10 @@ def _as_number(text: str) -> float | None:
 def suggest_key(path: tuple[str | int, ...]) -> str:
     """Return 'did you mean ...?' for an unknown key: a sibling, or a key of another section."""
     rest: tuple[str | int, ...] = ()
+    written = ".".join(map(str, path))
+    dotted = re.sub(r"\[(\d+)\]", r".\1", written)
+    if dotted != written and field_at(as_path(dotted)) is not None:
+        return f"did you mean {dotted}?"
     for length in range(1, len(path)):
         if field_at(path[:length]) is None:  # the mistake is further up: trian.steps
             path, rest = path[:length], path[length:]

@@ -47,7 +47,7 @@ from holdfast.config.run import RunConfig
 from holdfast.config.sections.model import PRESETS
 from holdfast.config.sections.objective import NEXT_TOKEN, ObjectiveConfig
 from holdfast.config.sections.run_place import dataset_of_run, is_bucket
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, nearest_of
 
 OriginKind = Literal["file", "command line", "preset", "model folder", "default", "planned"]
 KeyPath = tuple[str | int, ...]
@@ -161,10 +161,13 @@ def read_text(path: Path) -> str:
                 where=where.partition("?")[0].replace(":/", "://", 1),
                 remedy="name the run file, and the address with folder=ADDRESS",
             ) from None
+        there = (str(each) for pattern in ("*.yaml", "*.yml") for each in path.parent.glob(pattern))
+        near = nearest_of(where, there, cutoff=0.8)
         raise ConfigError(
             "there is no such run file",
             where=where,
-            remedy=f"make one: holdfast init {shlex.quote(where)}",
+            remedy=(f"did you mean {near}? Otherwise " if near else "")
+            + f"make one: holdfast init {shlex.quote(where)}",
         ) from None
     except IsADirectoryError:
         raise ConfigError(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import lcm
 
 from holdfast.config.loading.fields import as_path, field_at, value_at
 from holdfast.config.loading.identity import SCHEDULE_STEPS
 from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.sections.features import USED_KEYS
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.sections.server import ParameterServerConfig
@@ -23,6 +25,7 @@ from holdfast.options.registry import option_keys
 def find_without_effect(loaded: LoadedConfig) -> list[str]:
     """One sentence for each value, with its place and a remedy."""
     found = [
+        *_given_twice(loaded),
         *_optimizer(loaded),
         *_schedule(loaded),
         *_intervals(loaded),
@@ -38,6 +41,7 @@ _TRACKER_KEYS = {
     "mlflow": tuple(MlflowConfig.model_fields),
 }
 _OF_STAGES = ("balance", "balance_costs", "schedule", "virtual_stages")
+_OF_PAUSES = ("column", "above", "below", "max_hours")
 Finding = tuple[str, str, str]  # key, what is wrong, remedy
 
 
@@ -53,6 +57,15 @@ def _given(loaded: LoadedConfig, key: str) -> bool:
 def _written(loaded: LoadedConfig, key: str) -> bool:
     origin = loaded.origins.get(key)
     return origin is not None and origin.kind in ("file", "command line")
+
+
+def _given_twice(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Words of the command line that a later one replaces."""
+    for index, word in enumerate(loaded.overrides):
+        key = word.partition("=")[0]
+        later = [each for each in loaded.overrides[index + 1 :] if each.startswith(f"{key}=")]
+        if later and later[-1] != word:
+            yield key, f"is given twice, and {word} has no effect", f"leave out {word}"
 
 
 def _optimizer(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -157,6 +170,15 @@ def _intervals(loaded: LoadedConfig) -> Iterator[Finding]:
                 key,
                 f"{value} is longer than the run of {steps} steps, so it never comes",
                 f"use {max(1, steps // 4)}, or remove it",
+            )
+    if save.keep_best and save.interval == "fixed" and save.every_steps and not save.every_seconds:
+        shared = lcm(save.every_steps, every) if every else steps
+        if shared > steps:
+            yield (
+                "checkpoint.keep_best",
+                f"{save.keep_best} keeps checkpoints of validated steps, and before the end no "
+                "step is both saved and validated",
+                f"use train.evaluate.every={save.every_steps}",
             )
     if config.layout.exchange == "gathered" and config.layout.reduction == "fast":
         yield (
@@ -305,6 +327,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("layout.cp_method", all(degrees.cp == 1 for degrees in kinds), "layout.cp 1"),
         ("layout.cp_ring", layout.cp_method != "ulysses-ring", method),
         *(rule for option in option_keys() for rule in option.without_effect(layout)),
+        *((f"pause.{n}", not config.pause.file, "no pause.file") for n in _OF_PAUSES),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(
@@ -318,6 +341,12 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     chat = data.chat
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
+    ]
+    kind = data.features.kind
+    rules += [
+        (f"data.features.{name}", name not in USED_KEYS[kind], f"data.features.kind {kind}")
+        for name in type(data.features).model_fields
+        if name != "kind"
     ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
@@ -335,6 +364,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
             (f"{key}.field", source.rows in ("instruction", "prompt"), f"rows {source.rows}"),
             (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
             (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
+            (f"{key}.media", not data.features.is_on, "data.features.kind none"),
+            (f"{key}.media", source.kind == "files", f"kind {source.kind}"),
         ]
     if len(data.sources) == 1:
         rules.append(("data.sources.0.weight", True, "one source"))

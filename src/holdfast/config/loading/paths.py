@@ -35,6 +35,7 @@ FREE_PATHS = (
     "cluster.prediction",
     "cluster.faults",
     "launch.ssh.hosts_file",
+    "pause.file",
     "plan.cluster",
     "task.folder",
     "model.weights",
@@ -52,6 +53,9 @@ PLACES = (
     "rollout.prompts.*.path",
     "rollout.rewards.*.path",
     "evaluate.tasks.*.path",
+)
+_FILES_OF_THIS_MACHINE = (
+    *("data.tokenizer.", "data.stages.", "rollout.prompts.", "rollout.rewards.", "evaluate.tasks."),
 )
 _FREE_LISTS = ("evaluate.tasks.",)
 """Lists whose paths are replaced, too."""
@@ -207,6 +211,11 @@ def _located(config: RunConfig, key: str, value: str, base: str) -> str:
         return expand_address(value)
     if key.startswith("data.sources.") and "://" in value:
         return expand_address(value)
+    if key.startswith(_FILES_OF_THIS_MACHINE) and "://" in value:
+        raise ConfigError(
+            f"{value.partition('?')[0]} is an address, and this key takes a file of this machine",
+            remedy="fetch the file first, and name its path here",
+        )
     path = expand_path(value)
     if key == "folder":
         expand_path(path.replace("{name}", config.name))  # is a name too long?

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from holdfast.config.loading.load import read_text
 from holdfast.config.loading.yaml_tree import parse_file
+from holdfast.config.run import RunConfig
 from holdfast.config.sections.base import Section
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, nearest_of
 
 SectionT = TypeVar("SectionT", bound=Section)
 Lines = Mapping[tuple[str | int, ...], int]
@@ -34,12 +35,23 @@ def read_section(path: Path, section: type[SectionT], page: str) -> SectionT:
     try:
         return section.model_validate(values or {})
     except ValidationError as error:
-        first = error.errors()[0]
+        refusals = error.errors()
+        unknown = [each["loc"] for each in refusals if each["type"] == "extra_forbidden"]
+        first, remedy = refusals[0], f"the keys are in {page}"
+        if unknown and all(key[0] in RunConfig.model_fields for key in unknown):
+            what = "this is a run file, and the command takes a file of its own"
+            raise ConfigError(what, where=str(path), remedy=remedy) from None
         key = first["loc"]
-        what = f"{'.'.join(map(str, key)) or path.name}: "
-        what += first["msg"].removeprefix("Value error, ")
-        if not isinstance(first["input"], dict):
-            what += f", and not {first['input']!r}"
+        name = ".".join(map(str, key)) or path.name
+        if key in unknown:
+            what = f"unknown key {name}"
+            near = nearest_of(str(key[-1]), section.model_fields) if len(key) == 1 else ""
+            remedy = f"did you mean {near}?" if near else remedy
+        elif first["type"] == "missing":
+            what = f"{name} is missing"
+        else:
+            what = f"{name}: {first['msg'].removeprefix('Value error, ')}"
+            if not isinstance(first["input"], dict):
+                what += f", and not {first['input']!r}"
         line = next((lines[key[:n]] for n in range(len(key), -1, -1) if key[:n] in lines), 1)
-        remedy = f"the keys are in {page}"
         raise ConfigError(what, where=f"{path}:{line}", remedy=remedy) from None

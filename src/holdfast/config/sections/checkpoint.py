@@ -32,6 +32,9 @@ class CheckpointConfig(Section):
     keep_last: int = Field(3, ge=1, description="number of newest checkpoints to keep")
     keep_every: int = Field(0, ge=0)
     """also keep steps that this number divides; 0: none"""
+    keep_best: int = Field(0, ge=0)
+    """also keep so many checkpoints with the lowest validation loss, of steps that
+    train.evaluate.every divides; 0: none"""
     folder_survives: bool = True
     """false: the run folder is on a node's own disk and is lost with it; a notice then saves to
     peers or into the bucket"""

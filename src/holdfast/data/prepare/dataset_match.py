@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
+from holdfast.data.read.features import FeatureFormat
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.source_files import TOKEN_KIND
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
@@ -64,6 +66,7 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
             {"kind": s.kind, "name": n, "path": None, "field": s.field, "split": s.split}
             | ({"rows": s.rows} if s.is_chat else {})
             | ({"skips_above": config.max_document_bytes} if s.bad_rows == "skip" else {})
+            | ({"media": s.media} if s.media else {})
             for s, n in zip(config.sources, names, strict=True)
         ],
         "tokenizer": tokenizer,
@@ -75,6 +78,8 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         settings["chat"] = chat_settings(chat)
     if config.stages:
         settings["stages"] = stage_recipes(config)
+    if (features := FeatureFormat.of(config.features)) is not None:
+        settings["features"] = features.settings()
     return settings
 
 
@@ -124,8 +129,14 @@ def _real_place(source: SourceConfig) -> str | None:
     return source.place if source.kind == "huggingface" else os.path.realpath(place)
 
 
-def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataConfig) -> None:
-    """Raises DataError when a dataset was made from other settings than the run file's."""
+def check_settings_match(
+    dataset: Dataset,
+    wanted: dict[str, Any],
+    config: DataConfig,
+    fetch: Callable[[int], SourceConfig],
+) -> None:
+    """Raises DataError when a dataset was made from other settings than the run file's. fetch:
+    brings a source that lies elsewhere to this node, to be compared; it may raise StoreError."""
     made = dataset.manifest["settings"]
     if config.tokenizer.place is not None:
         check_tokenizer_match(dataset, vocabulary.tokenizer_file(config.tokenizer.place))
@@ -136,6 +147,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         ("validation_fraction", made["validation_fraction"]),
         ("deduplicate", made.get("deduplicate", True)),
         ("chat", made.get("chat", True)),
+        ("features", made.get("features", True)),
     ):
         if key == "tokenizer" and config.tokenizer.place is not None:
             continue
@@ -159,7 +171,7 @@ def check_settings_match(dataset: Dataset, wanted: dict[str, Any], config: DataC
         if is_address(source.path or "") and _bucket(source.path) == _bucket(path):
             continue  # only how the address is reached differs
         chat = read_chat_format(config)
-        if not _holds_the_same(dataset, config, index, chat):
+        if not _holds_the_same(dataset, config, index, chat, fetch(index)):
             raise DataError(
                 f"the dataset there was prepared with another data.sources "
                 f"({path or 'no path'}, not {source.path or 'no path'}, which holds other text)",
@@ -216,16 +228,18 @@ def _without_paths(value: Any) -> str:
 
 
 def _holds_the_same(
-    dataset: Dataset, config: DataConfig, index: int, chat: ChatFormat | None
+    dataset: Dataset, config: DataConfig, index: int, chat: ChatFormat | None, source: SourceConfig
 ) -> bool:
-    """Return True if a source has just the documents that the dataset was made from."""
-    made, source = dataset.manifest["sources"][index], config.sources[index]
+    """Return True if a source, as it lies here, has just the documents that the dataset was made
+    from."""
+    made = dataset.manifest["sources"][index]
     files, limit = source_files(source, index), config.max_document_bytes
     if (len(files), sum(size for _, size in files)) != (made["files"], made["bytes"]):
         return False
     rows = array("Q")
     try:
-        for unit in plan_source(source, index, 0, chat, config.tokenizer.place).units:
+        tokenizer, features = config.tokenizer.place, FeatureFormat.of(config.features)
+        for unit in plan_source(source, index, 0, chat, tokenizer, features).units:
             for text in read_unit(unit, limit, xxh3_128()):
                 rows.extend(hash_document(text))
     except DataError:
@@ -264,7 +278,7 @@ def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
         is_small = size <= COMPARED_BYTES
         late = [path for path, _ in files if _written(path, is_small) > prepared]
         chat = read_chat_format(config)
-        if late and not (is_small and _holds_the_same(dataset, config, index, chat)):
+        if late and not (is_small and _holds_the_same(dataset, config, index, chat, source)):
             changed.append(f"{made['name']}: {late[0]} was written since")
     return changed
 

@@ -41,10 +41,11 @@ from holdfast.data.prepare.dataset_match import (
     source_places,
 )
 from holdfast.data.prepare.remote_prepare import upload_dataset
-from holdfast.data.prepare.remote_sources import fetch_sources
+from holdfast.data.prepare.remote_sources import fetch_source, fetch_sources
 from holdfast.data.prepare.stage_recipes import StagePreparation
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import RowDocuments
+from holdfast.data.read.features import FeatureFormat
 from holdfast.data.read.files import canonical_json, checksum, explain_os_errors, write_atomic
 from holdfast.data.read.preference_rows import DOCUMENTS
 from holdfast.data.read.sources import SourcePlan, Unit, plan_source, read_unit
@@ -78,6 +79,7 @@ from holdfast.data.stream.shards import Shard, write_shards
 from holdfast.data.stream.verify import is_list_damaged
 from holdfast.errors import CorruptError, DataError
 from holdfast.machine.limits import usable_cores
+from holdfast.wire.store.slow_requests import slow_requests_said
 
 WORK_FOLDER = ".prepare"
 NAMED_FILES = 50
@@ -115,18 +117,26 @@ def prepare_dataset(
     also for a folder that holds another dataset or that another process is preparing. Raises
     OutOfSpaceError when the disk is full; finished units stay, and the same call resumes.
     """
-    if is_address(config.folder):
-        return _prepare_remote(config, say, progress or _no_progress, wait, pool)
+    with slow_requests_said(say):
+        if is_address(config.folder):
+            return _prepare_remote(config, say, progress or _no_progress, wait, pool)
+        return _prepare_local(config, say, progress or _no_progress, wait, pool, mend)
+
+
+def _prepare_local(
+    config: DataConfig, say: Say, progress: Progress, wait: bool, pool: MakePool, mend: bool = False
+) -> Dataset:
+    """As `prepare_dataset`, of a dataset in a folder."""
     folder = Path(config.folder)
     with explain_os_errors(folder):
         wanted = content_settings(config)
         if exists(folder):
             dataset = Dataset.open(folder)
-            _check_match(dataset, wanted, config, say)
+            _check_match(dataset, wanted, config, say, progress)
             if mend and is_list_damaged(dataset):
                 _make_folder(folder / WORK_FOLDER)
                 with _locked_folder(folder, say):
-                    work = _Preparation(config, folder, wanted, say, progress or _no_progress, pool)
+                    work = _Preparation(config, folder, wanted, say, progress, pool)
                     work.list_again(dataset)
             # left by a kill after the manifest
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
@@ -134,7 +144,7 @@ def prepare_dataset(
         _make_folder(folder / WORK_FOLDER)
         with _locked_folder(folder, say, say if wait else None):
             if not exists(folder):
-                _Preparation(config, folder, wanted, say, progress or _no_progress, pool).run()
+                _Preparation(config, folder, wanted, say, progress, pool).run()
             shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         return Dataset.open(folder)
 
@@ -150,16 +160,19 @@ def _prepare_remote(
         with explain_os_errors(remote.root):
             _make_folder(remote.claim_folder / WORK_FOLDER)
             with _locked_folder(remote.claim_folder, say, say if wait else None):
-                make = partial(prepare_dataset, local, say, progress, pool=pool)
+                make = partial(_prepare_local, local, say, progress, False, pool)
                 upload_dataset(remote, make, say, progress, wait=wait)
     dataset = remote.open(ask=True)
-    _check_match(dataset, wanted, config, say)
+    _check_match(dataset, wanted, config, say, progress)
     return dataset
 
 
-def _check_match(dataset: Dataset, wanted: dict[str, Any], config: DataConfig, say: Say) -> None:
+def _check_match(
+    dataset: Dataset, wanted: dict[str, Any], config: DataConfig, say: Say, progress: Progress
+) -> None:
     """Raises DataError for a dataset that is not the run file's."""
-    check_settings_match(dataset, wanted, config)
+    fetch = partial(fetch_source, config, say=say, progress=progress)
+    check_settings_match(dataset, wanted, config, fetch)
     if changed := changed_code(dataset, wanted):
         say(
             f"{dataset.place} stays as it was prepared, though something of these stages has "
@@ -310,7 +323,8 @@ class _Preparation:
         for index, source in enumerate(sources):
             first = sum(len(p.units) for p in plans)
             given = self.config.tokenizer.place
-            plans.append(plan_source(source, index, first, self.chat.format, given))
+            features = FeatureFormat.of(self.config.features)
+            plans.append(plan_source(source, index, first, self.chat.format, given, features))
         return plans
 
     def _processes(self) -> int:
@@ -529,7 +543,7 @@ class _Preparation:
             "splits": splits,
             "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
             "baselines": None
-            if self.chat.format is not None
+            if self.chat.format is not None or self.config.features.is_on
             else _baselines(self.folder, shards, splits, known),
         } | self.chat.store_template(self.folder)
         content |= self.stages.write_removed(self.folder, self.plans, found, choice)

@@ -41,16 +41,27 @@ def fetch_sources(
     """Return the sources as they lie on this node. Those at an address are fetched first.
 
     Raises DataError for an address that has no source, and StoreError if it does not answer."""
-    found = []
-    for index, source in enumerate(config.sources):
-        if source.place is not None and is_address(source.place):
-            place = _fetch(
-                source.place, f"data.sources[{index}].path", cache_root(config), progress
-            )
-            say(f"{source.mix_name}: read from {place}")
-            source = source.at(str(place))
-        found.append(source)
-    return tuple(found)
+    return tuple(
+        fetch_source(config, index, say=say, progress=progress)
+        for index in range(len(config.sources))
+    )
+
+
+def fetch_source(
+    config: DataConfig,
+    index: int,
+    *,
+    say: Callable[[str], None],
+    progress: Callable[[str, int, int], None],
+) -> SourceConfig:
+    """Return one source as it lies on this node. Raises as `fetch_sources` does."""
+    source = config.sources[index]
+    if source.place is None or not is_address(source.place):
+        return source
+    key = f"data.sources[{index}].path"
+    place = _fetch(source.place, key, cache_root(config), progress)
+    say(f"{source.mix_name}: read from {place}")
+    return source.at(str(place))
 
 
 def _fetch(location: str, key: str, root: Path, progress: Callable[[str, int, int], None]) -> Path:

@@ -196,6 +196,9 @@ class NodeAgent:
         watches.append(asyncio.create_task(check_save_forever(beat, check_save)))
         spending = self._records.spending.check_forever(beat, self._records.event_log.now)
         watches.append(asyncio.create_task(spending))
+        if self._context.config.pause.file:
+            pausing = self._records.pausing.check_forever(beat, self._records.event_log.now)
+            watches.append(asyncio.create_task(pausing))
         if self._context.single_node_term is None:
             emit = self._records.progress.emit_once_begun
             spares = report_spares_forever(cluster.beat_seconds, self._parts.spares, emit)

@@ -98,12 +98,16 @@ class AgentParts:
         records.spending.present = self.prices
         records.spending.newest_step = lambda: self.shutdown_controller.newest_step
         records.spending.stop = self.shutdown_controller.stop_run
+        records.pausing.leads = lambda: self.prices() is not None
+        records.pausing.newest_step = records.spending.newest_step
+        records.pausing.stop = self.shutdown_controller.stop_run
 
     async def close(self) -> None:
         """End the processes, and store the records that are left."""
         await self.roles.stop()
         await self.processes.stop()
         await asyncio.to_thread(self.refusals.close)
+        await self.records.best.finish()
         await self.records.event_log.flush(sync=True)
         seconds = self.context.config.logging.finish_seconds
         is_killed = self.processes.is_killed

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.config.sections.train import StopRuleConfig
+from holdfast.elastic.agent.best_checkpoints import BestCheckpoints
+from holdfast.elastic.agent.pause_watch import PauseWatch
 from holdfast.elastic.agent.spending_watch import SpendingWatch
 from holdfast.elastic.coordinator.ledger_repair import LedgerCoverage
 from holdfast.elastic.event_log import EventLog, Observer, Say
@@ -48,6 +50,11 @@ class RunRecords:
             context, lambda event: self.progress.emit_once_begun(event), say
         )
         learn.append(self.spending.observe)
+        self.best = BestCheckpoints(context.store, config.checkpoint.keep_best, say)
+        learn.append(self.best.observe)
+        self.pausing = PauseWatch(
+            config.pause, lambda event: self.progress.emit_once_begun(event), say
+        )
         if alone:
             learn.append(lambda record: self.ledger_coverage.observe(record.event))
         self.event_log = EventLog(context.store, [*learn, *observers], say, context.node_suffix)
@@ -73,6 +80,7 @@ class RunRecords:
             self._say(f"the run's earlier failures cannot be read from the journal: {error}")
             return
         self.spending.load(records)
+        self.pausing.load(records)
         for record in records:
             self.failure_history.observe(record)
             self.notice_handler.measurements.observe(record)

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from xxhash import xxh3_128
@@ -72,9 +73,10 @@ class BucketStore:
         *,
         part_bytes: int = PART_BYTES,
         parallel: int = MAX_PARALLEL_REQUESTS,
+        patience_s: float = inf,
     ) -> None:
         self.where = where
-        self._objects = BucketObjects(objects, where)
+        self._objects = BucketObjects(objects, where, patience_s)
         self._part_bytes = part_bytes
         self._parallel = parallel
         self._segments = BucketSegments(self._objects, self._run_parallel)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from holdfast.errors import CorruptError
 from holdfast.wire.store.bucket_errors import is_bucket_missing, translate_error
 from holdfast.wire.store.object_version import ObjectVersion
 from holdfast.wire.store.run_store import AlreadyExistsError, Buffer, MissingKeyError
+from holdfast.wire.store.slow_requests import under_way
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -39,8 +41,9 @@ class BucketObjects:
     """The objects of one bucket, or of one prefix in it. Safe to use from any thread. If a
     request has both, `path` is the object's and `key` is what errors name."""
 
-    def __init__(self, objects: ObjectStore, where: str) -> None:
-        self._objects, self._where = objects, where
+    def __init__(self, objects: ObjectStore, where: str, patience_s: float = inf) -> None:
+        """patience_s: after which a request without an answer is given up, with its repetitions."""
+        self._objects, self._where, self._patience_s = objects, where, patience_s
 
     def create(self, key: str, path: str, data: Buffer, mark: str) -> None:
         """One PUT if absent. Raises AlreadyExistsError when another writer's object is there."""
@@ -150,7 +153,8 @@ class BucketObjects:
     ) -> Iterator[None]:
         """Turn what obstore says into the run store's own errors, and into one sentence."""
         try:
-            yield
+            with under_way(self._where, self._patience_s):
+                yield
         except TakenError:
             raise AlreadyExistsError(f"{key} exists already") from None
         except FileNotFoundError as error:

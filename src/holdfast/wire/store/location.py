@@ -100,6 +100,11 @@ class BucketLocation:
     def where(self) -> str:
         return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
 
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which a request that is not answered is given up, at most."""
+        return self.timeout * min(3, 1 + self.retries)
+
 
 SECOND_PLACE_LINK = "fallback"
 """Name of a link in the run folder, which names the second place while a run waits for room."""
@@ -129,7 +134,8 @@ def open_store(location: str | Path) -> RunStore:
     _require_package("obstore", "bucket", bucket.where)
     from holdfast.wire.store.bucket import BucketStore
 
-    return _wrap_encrypted(bucket, BucketStore(_object_store(bucket), bucket.where))
+    store = BucketStore(_object_store(bucket), bucket.where, patience_s=bucket.patience_s)
+    return _wrap_encrypted(bucket, store)
 
 
 def open_objects(bucket: BucketLocation) -> Objects:
@@ -137,7 +143,7 @@ def open_objects(bucket: BucketLocation) -> Objects:
     _require_package("obstore", "bucket", bucket.where)
     from holdfast.wire.store.bucket_objects import BucketObjects
 
-    return BucketObjects(_object_store(bucket), bucket.where)
+    return BucketObjects(_object_store(bucket), bucket.where, bucket.patience_s)
 
 
 def _require_package(package: str, extra: str, where: str) -> None:

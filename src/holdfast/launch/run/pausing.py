@@ -1,0 +1,78 @@
+"""Sessions of a run that waits for better hours (section `pause`).
+
+The agent ends a session with a save (`elastic/agent/pause_watch.py`). Here each node waits until
+its file says so, and begins the next session. Workers hold no memory and no device meanwhile. A
+start in a bad hour trains until its first step, so that its errors show at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.run import RunConfig
+from holdfast.elastic.agent.pause_watch import PauseSignal, last_pause
+from holdfast.elastic.event_log import Say
+from holdfast.errors import ConfigError
+from holdfast.events import PauseBegun, RunStarted
+from holdfast.wire.journal import read_journal
+from holdfast.wire.store.run_location import store_of_run
+
+_POLL_S = 1.0
+"""Seconds between two looks at the file, while the run waits."""
+
+
+def refuse_bad_pause(loaded: LoadedConfig) -> None:
+    """Raise UserError if the section `pause` has no limit, or a file that cannot be read."""
+    pause = loaded.config.pause
+    if not pause.file:
+        return
+    if pause.above is None:
+        raise ConfigError(
+            "pause.file has values, and no key says which are too high",
+            where=loaded.where("pause.file"),
+            remedy="use pause.above=400, or another number",
+        )
+    PauseSignal(pause).read()
+
+
+def train_between_pauses(
+    config: RunConfig, folder: Path, say: Say, session: Callable[[bool], int]
+) -> int:
+    """Train in sessions until the run ends for another reason than a pause; its exit code.
+
+    session: trains until the run stops; True for the first one. Raises UserError.
+    """
+    if not config.pause.file:
+        return session(True)
+    signal, is_first = PauseSignal(config.pause), True
+    while True:
+        _wait(signal, folder, say)
+        code = session(is_first)
+        is_first = False
+        if code not in (0, config.cluster.left_exit_code) or not _is_paused(folder):
+            return code
+
+
+def _wait(signal: PauseSignal, folder: Path, say: Say) -> None:
+    """Return when the run may train. Raises UserError for a file that cannot be read."""
+    paused_at = last_pause(read_journal(store_of_run(folder)))
+    if paused_at is None or not signal.lasts(time.time(), paused_at):
+        return
+    say("the run waits; Ctrl-C ends the command, and the same one resumes the run")
+    while signal.lasts(time.time(), paused_at):
+        time.sleep(_POLL_S)
+    say("the pause is over")
+
+
+def _is_paused(folder: Path) -> bool:
+    """Return True if the newest session ended with a pause."""
+    sessions = [
+        record
+        for record in read_journal(store_of_run(folder))
+        if isinstance(record.event, RunStarted | PauseBegun)
+    ]
+    newest = max(sessions, key=lambda record: record.time, default=None)
+    return newest is not None and isinstance(newest.event, PauseBegun)
