@@ -149,6 +149,19 @@ def test_a_worker_that_sends_a_wrong_change_is_named(run_file: Path, tmp_path: P
     assert "rank 1 computed learner" in within("explain", folder).out
 
 
+@pytest.mark.slow
+def test_a_wrong_change_may_stop_the_run(run_file: Path, tmp_path: Path) -> None:
+    folder, faults = tmp_path / "stopped", FaultOrders(tmp_path / "faults")
+    faults.prepare()
+    faults.arm(FaultOrder(1, "cheat", "wrong change", "changed", step=5, rank=1))
+    words = "outer.trust.checks=1", "outer.trust.on_mismatch=stop", "layout.workers=2"
+    more = (f"folder={folder}", *SETTINGS, f"cluster.faults={faults.folder}", *words)
+    ended = apart("train", run_file, *more)
+    assert ended.code not in (0, None)
+    assert "round 5: rank 1" in ended.err + ended.out
+    assert max(hashes(folder)) == 4, "the round was not applied"
+
+
 def test_the_codec_of_auto_is_the_fastest_at_the_start_and_then_fixed(
     run_file: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ LATER_KEYS = frozenset(
         ),
         "outer.codec": ("error_feedback", "name", "rank", "share"),
         "outer.free": ("discount", "grace_seconds", "late", "quorum"),
-        "outer.trust": ("checks", "direction", "limit", "norm"),
+        "outer.trust": ("checks", "direction", "held_out", "limit", "norm"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "server": (
             *("max_update_microbatches", "mode", "noise_decay", "rate_scaling", "staleness"),

@@ -274,6 +274,7 @@ def _of_learners(loaded: LoadedConfig) -> Iterator[Rule]:
     yield "outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"
     yield "outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"
     yield "outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"
+    yield "outer.trust.on_mismatch", not outer.trust.checks, "outer.trust.checks 0"
     yield "outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"
     yield "outer.overlap_alpha", not outer.overlap_steps, "outer.overlap_steps 0"
     yield "outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"

@@ -37,7 +37,7 @@ def lone_engine(config: RunConfig, device: torch.device) -> StepEngine:
     """An engine without peers; its state is memory without values."""
     topology = place_layout(Layout(), 1, ("local",))
     with tempfile.NamedTemporaryFile(prefix="holdfast-meeting-") as meeting:
-        store = dist.FileStore(meeting.name, 1)  # type: ignore[attr-defined]
+        store = dist.FileStore(meeting.name, 1)
         groups = connect(ConnectSettings(store, device, seconds=60), topology, 0)
     return build_engine(config, groups, device)
 
