@@ -117,7 +117,7 @@ def compare(size: Size, settings: argparse.Namespace, rates: Rates, folder: Path
 
 # --- printing -------------------------------------------------------------------------------
 def median(found: Found, key: str) -> float:
-    return statistics.median(save[key] for save in found["saves"])
+    return float(statistics.median(save[key] for save in found["saves"]))
 
 
 def show(size: Size, found: Found, rates: Rates) -> None:

@@ -214,7 +214,7 @@ def real_tokens(record: RunRecord) -> float:
 
 def calibration_records(out: Path, options: RunOptions, is_kept: bool) -> list[RunRecord]:
     """Two calibration runs, made once. is_kept: those that are there, at least one."""
-    records = []
+    records: list[RunRecord] = []
     for number in (1, 2):
         file = out / f"calibration-k{options.k:g}-{number}.json"
         if not file.exists() and is_kept and records:

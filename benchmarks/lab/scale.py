@@ -297,9 +297,9 @@ def _counted(coordinator: Coordinator) -> list[int]:
     found: list[int] = []
     beat = coordinator.handle_heartbeat
 
-    async def counted(generation: int, said: Heartbeat) -> HeartbeatReply:
+    async def counted(_: int, said: Heartbeat) -> HeartbeatReply:
         found.append(1)
-        return await beat(generation, said)
+        return await beat(_, said)
 
     coordinator.handle_heartbeat = counted  # type: ignore[method-assign]
     return found

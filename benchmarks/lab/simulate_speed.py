@@ -85,8 +85,8 @@ def peak_bytes(times: int, stream: EventStream) -> int:
 
 
 def counting(stream: EventStream) -> int:
-    fleet = Fleet()
-    return sum(len(fleet.take(group, {}.get).joined) for _, group in instants(stream.events))
+    fleet, none = Fleet(), dict[str, int]()
+    return sum(len(fleet.take(group, none.get).joined) for _, group in instants(stream.events))
 
 
 def main() -> int:

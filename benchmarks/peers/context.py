@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.work import Bench, blocks_of, compiled, mean_loss
+from benchmarks.peers.work import Bench, blocks_of, compiled
 from holdfast.model.decoder import Decoder
 
 
@@ -58,7 +58,10 @@ class PartOfTokens(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [B, T] -> logits [B, T, V]"""
         positions = self._places.expand_as(tokens)
-        return self.decoder(tokens, positions=positions, caches=self._caches, mask=self._mask)
+        logits: Tensor = self.decoder(
+            tokens, positions=positions, caches=self._caches, mask=self._mask
+        )
+        return logits
 
 
 def run(bench: Bench) -> None:
@@ -69,15 +72,4 @@ def run(bench: Bench) -> None:
     places = parts[bench.rank]
     decoder = compiled(work.decoder(), work)
     model = DistributedDataParallel(PartOfTokens(decoder, places, torch.cat(parts)))
-    optimizer = work.adamw(model)
-    bench.ready()
-    for whole in bench.microbatches(replicas=1):
-        total = torch.zeros(())
-        for inputs, targets in whole:
-            loss = mean_loss(model(inputs[:, places]), targets[:, places]) / len(whole)
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        bench.done(total)
+    bench.train(model, work.adamw(model), places=places)

@@ -7,6 +7,7 @@ the tokens, as a sum over the ranks' losses. FSDP2 takes the mean, so the sum is
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.peers.work import Bench, blocks_of, compiled, mean_loss
+from benchmarks.peers.work import Bench, blocks_of, compiled
 
 
 class Travel(torch.autograd.Function):
@@ -87,7 +88,7 @@ class ExpertLayer(nn.Module):
 
 def clip(shared: list[nn.Parameter], experts: list[nn.Parameter], world: int, norm: float) -> None:
     """Take the mean of the experts' gradients, and clip by the norm of all gradients."""
-    torch._foreach_div_([p.grad for p in experts], world)
+    torch._foreach_div_([p.grad for p in experts if p.grad is not None], world)
     own, rest = (
         torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
         for some in (experts, shared)
@@ -111,7 +112,7 @@ def run(bench: Bench) -> None:
     experts = [p for block in blocks for p in block.ffn.experts.parameters()]
     for block in blocks:
         fully_shard(block, ignored_params=set(experts))
-    fully_shard(model, ignored_params=set(experts))
+    root, norm = fully_shard(model, ignored_params=set(experts)), work.clip_norm
     own = {id(p) for p in experts}
     shared = [p for p in model.parameters() if id(p) not in own]
     optimizer = torch.optim.AdamW(
@@ -126,15 +127,11 @@ def run(bench: Bench) -> None:
         eps=work.eps,
         fused=True,
     )
-    bench.ready()
-    for parts in bench.microbatches():
-        total = torch.zeros(())
-        for index, (inputs, targets) in enumerate(parts):
-            model.set_requires_gradient_sync(index == len(parts) - 1)  # type: ignore[operator]
-            loss = mean_loss(model(inputs), targets) / len(parts)
-            loss.backward()
-            total += loss.detach()
-        clip(shared, experts, bench.world, work.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        bench.done(total)
+
+    def around(is_last: bool) -> AbstractContextManager[None]:
+        root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    bench.train(
+        model, optimizer, around=around, clip=lambda: clip(shared, experts, bench.world, norm)
+    )

@@ -21,6 +21,8 @@ from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.precision import same_products_on_any_threads
 from holdfast.training.memory.malloc import keep_freed_memory
 
+CPU = torch.device("cpu")
+
 
 def run_config(
     work: Work, world: int, layout: Layout, zero: int = 3, schedule: str = "1f1b", **more: Any
@@ -94,17 +96,21 @@ def run(
     more: dict[str, Any] = {"cp_method": cp_method, "ep": ep, "expert_replicas": copies}
     more |= {"zero2_reduce": zero2_reduce, "sequence_parallel": sequence_parallel}
     config = run_config(work, bench.world, layout, zero, schedule, **more)
-    topology = place_layout(layout, 1, ("local",) * bench.world)
-    store = dist.FileStore(bench.meeting, bench.world)
-    device = torch.device("cpu")
-    groups = connect(ConnectSettings(store, device, seconds=300, ep=ep), topology, bench.rank)
-    engine = build_engine(config, groups, device)
-    engine.initialise(work.seed)
+    engine = engine_of(bench, config, layout, dist.FileStore(bench.meeting, bench.world))
     if work.skewed:
         skew(engine)
     bench.ready()
     for step in itertools.count(1):
         bench.done(train(engine, work, step))
+
+
+def engine_of(bench: Bench, config: RunConfig, layout: Layout, store: dist.Store) -> StepEngine:
+    """This rank's engine, with initial weights. store: one that all ranks of the bench have."""
+    topology = place_layout(layout, 1, ("local",) * bench.world)
+    settings = ConnectSettings(store, CPU, seconds=300, ep=config.layout.ep)
+    engine = build_engine(config, connect(settings, topology, bench.rank), CPU)
+    engine.initialise(bench.work.seed)
+    return engine
 
 
 def skew(engine: StepEngine) -> None:

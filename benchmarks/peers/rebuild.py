@@ -10,19 +10,17 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers.ours import run_config, train
+from benchmarks.peers.ours import CPU, engine_of, run_config, train
 from benchmarks.peers.work import Bench, Work
 from holdfast.data.stream.batch import Batches, ValidationSet
 from holdfast.layout import Layout, place_layout
-from holdfast.parallel.axes.process_groups import connect
-from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.training.engine.build import build_engine, make_session
+from holdfast.training.engine.build import make_session
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.recover.recover import GenerationEntry
 
@@ -41,7 +39,8 @@ class NoData:
 
 def layout_of(name: str, work: Work) -> Layout:
     """`dp2_tp2` and the like, with equal stages."""
-    degrees = {FIELDS[axis]: int(n) for axis, n in re.findall(r"(dpshard|dp|pp|tp)(\d+)", name)}
+    found = re.findall(r"(dpshard|dp|pp|tp)(\d+)", name)
+    degrees: dict[str, Any] = {FIELDS[axis]: int(n) for axis, n in found}
     pp = degrees.get("pp", 1)
     return Layout(**degrees, stages=work.stages(pp) if pp > 1 else ())
 
@@ -52,15 +51,10 @@ def run(bench: Bench, layouts: str) -> None:
     wanted = [layout_of(name, work) for name in layouts.split(">")]
     configs = [run_config(work, world, layout) for layout in wanted]
     store = dist.FileStore(bench.meeting, world)
-    device = torch.device("cpu")
-    groups = connect(
-        ConnectSettings(store, device), place_layout(wanted[0], 1, ("local",) * world), bench.rank
-    )
-    engine = build_engine(configs[0], groups, device)
-    engine.initialise(work.seed)
+    engine = engine_of(bench, configs[0], wanted[0], store)
     train(engine, work, 1)
-    session = make_session(configs[0], engine, cast(Batches, NoData()), device)
-    del engine, groups  # the session's are the only references: what is left behind is freed
+    session = make_session(configs[0], engine, cast(Batches, NoData()), CPU)
+    del engine  # the session's is the only reference: what is left behind is freed
     came_from = [(rank - 1) % world for rank in range(world)]
     together = PeerGroup(store, "together", bench.rank, world, seconds=SECONDS)
     bench.ready()
@@ -73,7 +67,7 @@ def run(bench: Bench, layouts: str) -> None:
         topology = place_layout(wanted[index], generation, ("local",) * world)
         session.config = configs[index]
         wall, cpu = time.perf_counter(), time.process_time()
-        where = topology, rank, store, device, session.groups.topology, came_from
+        where = topology, rank, store, CPU, session.groups.topology, came_from
         found = GenerationEntry(session.config, *where, seconds=SECONDS).recover(session, 1)
         notes["rebuild"] = time.perf_counter() - wall
         notes["rebuild_cpu"] = time.process_time() - cpu
@@ -97,5 +91,10 @@ def floor(
     copied = time.perf_counter()
     peers = PeerGroup(store, name, bench.rank, bench.world, seconds=SECONDS)
     joined = time.perf_counter()
-    size = sum(source.numel() * source.element_size() for source in sources)
-    return {"memcpy": copied - begun, "join": joined - copied, "bytes": size}, peers
+    notes = {"memcpy": copied - begun, "join": joined - copied, "bytes": state_bytes(engine)}
+    return notes, peers
+
+
+def state_bytes(engine: StepEngine) -> int:
+    """Of this rank's share."""
+    return sum(local.tensor.nbytes for local in engine.state())

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers.ours import run_config, train
-from benchmarks.peers.rebuild import SECONDS, NoData, layout_of
+from benchmarks.peers.ours import CPU, engine_of, run_config, train
+from benchmarks.peers.rebuild import SECONDS, NoData, layout_of, state_bytes
 from benchmarks.peers.work import Bench
 from holdfast.data.stream.batch import Batches
 from holdfast.layout import place_layout
-from holdfast.parallel.axes.process_groups import connect
-from holdfast.parallel.axes.replica_groups import ConnectSettings
 from holdfast.parallel.comm.transport import PeerGroup, exchange
-from holdfast.training.engine.build import build_engine, make_session
+from holdfast.training.engine.build import make_session
 from holdfast.training.recover.recover import GenerationEntry
 
 
@@ -31,14 +29,10 @@ def run(bench: Bench, layouts: str) -> None:
     """layouts: one, such as `dp4`."""
     work, world, rank = bench.work, bench.world, bench.rank
     layout = layout_of(layouts, work)
-    config, device = run_config(work, world, layout), torch.device("cpu")
-    store = dist.FileStore(bench.meeting, world)
-    groups = connect(
-        ConnectSettings(store, device), place_layout(layout, 1, ("local",) * world), rank
-    )
-    engine = build_engine(config, groups, device)
-    engine.initialise(work.seed)
-    session = make_session(config, engine, cast(Batches, NoData()), device)
+    config, store = run_config(work, world, layout), dist.FileStore(bench.meeting, world)
+    engine = engine_of(bench, config, layout, store)
+    session = make_session(config, engine, cast(Batches, NoData()), CPU)
+    size = float(state_bytes(engine))
     together = PeerGroup(store, "together", rank, world, seconds=SECONDS)
     bench.ready()
     for generation in itertools.count(2):
@@ -51,12 +45,12 @@ def run(bench: Bench, layouts: str) -> None:
         group.close()
         wall, cpu = time.perf_counter(), time.process_time()
         topology = place_layout(layout, generation, ("local",) * world)
-        where = topology, rank, store, device, session.groups.topology, list(range(world))
+        where = topology, rank, store, CPU, session.groups.topology, list(range(world))
         found = GenerationEntry(config, *where, seconds=SECONDS).recover(session, generation - 1)
         seconds = time.perf_counter() - wall
         if not found.kept_replica:
             raise RuntimeError("the inside of a replica was not kept")
-        notes: dict[str, Any] = {"join": joined - begun, "recover": seconds}
+        notes = {"join": joined - begun, "recover": seconds, "bytes": size}
         notes["recover_cpu"] = time.process_time() - cpu
         for phase in ("control", "agree", "groups"):
             notes[phase] = found.phases.get(phase, 0.0)

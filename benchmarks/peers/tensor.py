@@ -69,7 +69,7 @@ def run(bench: Bench) -> None:
                 loss = mean_loss(model(inputs), targets) / len(parts)
                 loss.backward()
             assert isinstance(loss, DTensor)
-            total += loss.detach().to_local()
+            total += loss.to_local().detach()
         settle(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
         optimizer.step()

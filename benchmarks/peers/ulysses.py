@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.work import Bench, blocks_of, compiled, mean_loss
+from benchmarks.peers.work import Bench, blocks_of, compiled
 from holdfast.model.rotary import Rotary, rotate
 
 
@@ -82,15 +82,4 @@ def run(bench: Bench) -> None:
     for block in blocks:
         block.attention = SwappedAttention(block.attention)
     model = DistributedDataParallel(PartOfTokens(compiled(decoder, work), places))
-    optimizer = work.adamw(model)
-    bench.ready()
-    for whole in bench.microbatches(replicas=1):
-        total = torch.zeros(())
-        for inputs, targets in whole:
-            loss = mean_loss(model(inputs[:, places]), targets[:, places]) / len(whole)
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        bench.done(total)
+    bench.train(model, work.adamw(model), places=places)

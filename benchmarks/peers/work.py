@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, Any, TypeVar
@@ -57,7 +58,11 @@ class Work:
         config = ModelConfig.model_validate(given)
         if not self.experts:
             return config
-        experts = {"count": self.experts, "top_k": 2, "width": config.ffn_dim // 4}
+        experts: dict[str, object] = {
+            "count": self.experts,
+            "top_k": 2,
+            "width": config.ffn_dim // 4,
+        }
         family: dict[str, object] = {"family": "mixtral"}
         if self.skewed:
             experts |= {"scores": "sigmoid", "choice_bias": True}
@@ -139,6 +144,39 @@ class Bench:
             parts = mine.chunk(self.work.microbatches)
             yield [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in parts]
             index += 1
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        places: Tensor | None = None,
+        around: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext(),
+        clip: Callable[[], object] | None = None,
+    ) -> None:
+        """Train as ordered, until an order ends the process.
+
+        Args:
+            places: this rank's tokens of every sample; None: the rank has samples of its own.
+            around: what a microbatch is computed in. is_last: of this step.
+            clip: none: by the norm of the model's gradients.
+        """
+        mine = slice(None) if places is None else places
+        self.ready()
+        for parts in self.microbatches(None if places is None else 1):
+            total = torch.zeros(())
+            for index, (inputs, targets) in enumerate(parts):
+                with around(index == len(parts) - 1):
+                    loss = mean_loss(model(inputs[:, mine]), targets[:, mine]) / len(parts)
+                    loss.backward()
+                total += loss.detach()
+            if clip is None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), self.work.clip_norm)
+            else:
+                clip()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.done(total)
 
     def ready(self) -> None:
         """Everything is built: wait for the first order."""

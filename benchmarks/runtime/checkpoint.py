@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtime.saving.ranks import Mover, Ranks
-from benchmarks.runtime.saving.task import Task
+from benchmarks.runtime.children import Ranks
+from benchmarks.runtime.saving.ranks import Mover, ranks_of
 
 WAYS = (
     "torch.save",
@@ -142,26 +142,17 @@ def case(of: Case, world: int, settings: argparse.Namespace, folder: Path) -> di
     """One state on one number of ranks: floors, and a row for each way."""
     folder.mkdir()
     mover = Mover(folder / "run")
-    task = Task(
-        world,
-        str(folder / "meeting"),
-        str(folder),
-        mover.socket,
-        mover.secret.hex(),
-        of.tensors,
-        of.rows,
-        COLUMNS,
-    )
+    task = mover.task(world, folder, tensors=of.tensors, rows=of.rows, columns=COLUMNS)
     rounds = 3 if settings.quick else 7
     floor: dict[str, list[float]] = {key: [] for key in FLOORS}
     try:
-        with Ranks(task, sys.executable) as ranks:
+        with ranks_of(task, sys.executable) as ranks:
             hashes = ranks.ask({"floor": "xxh3", "rounds": rounds})
             here = [way for way in of.ways if way != "torch_checkpointing"]
             rows = saves(ranks, here, settings, floor)
         if "torch_checkpointing" in of.ways and settings.peers_python:
             theirs = replace(task, meeting=f"{task.meeting}.theirs")
-            with Ranks(theirs, settings.peers_python) as ranks:
+            with ranks_of(theirs, settings.peers_python) as ranks:
                 rows |= saves(ranks, ["torch_checkpointing"], settings, floor)
     finally:
         mover.close()
@@ -230,18 +221,10 @@ def steps(world: int, settings: argparse.Namespace, folder: Path) -> dict[str, A
     """Real steps with a save before each, over steps without: medians of pairs."""
     folder.mkdir()
     mover = Mover(folder / "run")
-    task = Task(
-        world,
-        str(folder / "meeting"),
-        str(folder),
-        mover.socket,
-        mover.secret.hex(),
-        train=True,
-        quick=settings.quick,
-    )
+    task = mover.task(world, folder, train=True, quick=settings.quick)
     found: dict[str, Any] = {}
     try:
-        with Ranks(task, sys.executable) as ranks:
+        with ranks_of(task, sys.executable) as ranks:
             for way in STEPPING[-2:] if settings.quick else STEPPING:
                 answers = ranks.ask({"way": way, "pairs": settings.pairs})
                 failed = [answer["error"] for answer in answers if "error" in answer]

@@ -60,7 +60,7 @@ class Bench:
         """Train from the base's weights, with a kill on the way; return the run's folder."""
         steps = steps or self.steps
         file = RECIPES / ("student.yaml" if name.startswith("student") else "continued.yaml")
-        given = [file, DATA, f"train.steps={steps}", *words]
+        given: list[str | Path] = [file, DATA, f"train.steps={steps}", *words]
         folders = RUNS / name, RUNS / f"{name}-undisturbed"
         empty(*folders)
         killed = [*given, f"folder={folders[0]}"]

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -221,7 +222,7 @@ def _rows(
             step += 1
             made = sender.capture(step, change)
             sent = sender.peers.server.sent_bytes
-            best.append(watch(lambda made=made: sender.send(made)))
+            best.append(watch(partial(sender.send, made)))
             sent = sender.peers.server.sent_bytes - sent
         what = {
             "all": "copy, everything changed",

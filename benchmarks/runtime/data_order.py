@@ -90,13 +90,13 @@ def holdfast_rows(folder: Path, rows: int, sources: int, given: Given) -> Rows:
         mix=mix if sources > 1 else [],
     )
     dataset = make(config)
-    size = {"batch_size": 16, "microbatch_size": 1}
-    step, length = 1, batches(dataset, config, **size).order.length
+    sizes = {"batch_size": 16, "microbatch_size": 1}
+    step, length = 1, batches(dataset, config, **sizes).order.length
     for part, workers in enumerate(WORLDS):
-        each = [batches(dataset, config, **size) for _ in range(workers)]
+        each = [batches(dataset, config, **sizes) for _ in range(workers)]
         last = 10**9 if part + 1 == len(WORLDS) else step + max(1, given.steps // 8)
         while step < last and each[0].schedule.position(step) < length:
-            for worker, shares in enumerate(deal(size["batch_size"], workers)):
+            for worker, shares in enumerate(deal(sizes["batch_size"], workers)):
                 for index in shares:
                     start, stop = each[worker].positions(step, index)
                     if start < length:

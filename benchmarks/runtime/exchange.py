@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtime.texts import write_texts
+from holdfast_lab.chaos.sample_run import write_texts
 
 STEPS = 6
 RUN_FILE = """\

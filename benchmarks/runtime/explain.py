@@ -333,11 +333,11 @@ def print_table(results: Sequence[Result]) -> None:
         cells = [str(counts[name] or "") for name in names]
         right = f"{sum(r.is_place_right for r in of_mode)} of {len(of_mode)}"
         print(f"| {mode} | " + " | ".join([*cells, right, *_seconds(of_mode)]) + " |")
-    right = [r for r in results if r.found and r.found.mode is r.mode and r.is_place_right]
+    found = [r for r in results if r.found and r.found.mode is r.mode and r.is_place_right]
     median, ninth = _seconds(results)
     print(
-        f"{len(results)} injections: cause and place right in {len(right)} "
-        f"({100 * len(right) / len(results):.1f} %), median {median} s, p90 {ninth} s"
+        f"{len(results)} injections: cause and place right in {len(found)} "
+        f"({100 * len(found) / len(results):.1f} %), median {median} s, p90 {ninth} s"
     )
 
 

@@ -59,6 +59,7 @@ def step(reducer: Reducer, rank: int, shares: Shares) -> None:
         for index in range(len(reducer.layout.buckets)):
             reducer.bucket_done(index)
     reducer.finish()
+    assert isinstance(reducer.peers, PeerGroup)
     exchange(reducer.peers, torch.zeros(1, dtype=torch.int64), [1] * len(shares), tag=1)
     reducer.peers.forget_sends()
 

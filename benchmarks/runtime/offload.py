@@ -208,8 +208,9 @@ def time_updates(given: argparse.Namespace) -> None:
         loads, stores = moved(case, elements * ROWS, is_linked=link > 0, masters=masters)
         plain = floor_of(given.folder if "file" in (state, gradients) else "", loads, stores)
         floor = max(loads, stores) / given.link / 1e9 if given.link else plain
-        is_staged = isinstance(optimizer, OffloadedAdamW) and update == "device"
-        staged = optimizer.staged_bytes if is_staged else 0
+        staged = 0
+        if isinstance(optimizer, OffloadedAdamW) and update == "device":
+            staged = optimizer.staged_bytes
         on_device = 4 * elements * ROWS * (1 + 2 * (state == "device") + (gradients == "device"))
         hidden = hidden_words(memory, ("optimizer", "gradients", "parameters"))
         print(

@@ -3,6 +3,7 @@
     python -m benchmarks.runtime.outer_links cells        # seconds and bytes of 24 cells
     python -m benchmarks.runtime.outer_links named        # the compute share of the plan's rounds
     python -m benchmarks.runtime.outer_links heartbeats   # control requests beside a transfer
+    python -m benchmarks.runtime.outer_links overlap      # what inner steps hide of the exchange
 
 Each site is one node with a network of its own. The kernel's token bucket limits the bits a second
 in both directions. If the kernel has no netem, a process holds packets back. It needs what F9 needs
@@ -243,6 +244,37 @@ def named(folder: Path) -> int:
     return 0
 
 
+def overlap(folder: Path, mbit_s: float) -> int:
+    """Print rounds with and without overlap on a slow link, next to what is predicted."""
+    prepare(folder)
+    model, choices = planned(folder)
+    every = STEPS[-1]
+    for codec in (choice for choice in choices if choice.name in ("none", "int8")):
+        for tau in (0, every // 2):
+            place = folder / f"{codec.name}-{tau}"
+            place.mkdir()
+            (place / "run.yaml").write_text((folder / "run.yaml").read_text())
+            keys = {"every_steps": every, "overlap_steps": tau, "codec.name": codec.name}
+            settings = [f"outer.{key}={value}" for key, value in keys.items()]
+            with running(place, *settings) as (run, network):
+                shape(network, 10_000, 0)
+                plain = rounds_of(run, codec.payload > 0, ROUNDS)
+                shape(network, mbit_s, 0)
+                found = rounds_of(run, codec.payload > 0, ROUNDS)
+                bandwidth = copied(network)
+            sites = tuple(replace(s, bandwidth=bandwidth, latency_s=0.0) for s in model.sites)
+            own = replace(model, rest_s=plain.rest_s, sites=sites, overlap_steps=tau)
+            told = replace(own, inner_s=plain.inner_s / every).cost(every, codec)
+            print(
+                f"{mbit_s:g} Mbit/s, {codec.name}, {every} steps, overlap {tau}: round "
+                f"{found.round_s:.3f} s, {plain.round_s:.3f} s on a fast link, predicted "
+                f"{told.round_s:.3f}; share {found.inner_s / found.round_s:.1%}, predicted "
+                f"{told.compute_share:.1%}",
+                flush=True,
+            )
+    return 0
+
+
 def shape(network: Network, mbit_s: float, ms: float, queue: Sequence[str] = DEEP) -> None:
     """Give the line between the sites a bandwidth, by the kernel's token bucket at both ends, and a
     latency one way. queue: of the bucket."""
@@ -308,8 +340,9 @@ def heartbeats(folder: Path, seconds: float, codec: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("cells", "named", "heartbeats"))
+    parser.add_argument("part", choices=("cells", "named", "heartbeats", "overlap"))
     parser.add_argument("--seconds", type=float, default=60, help="of control requests")
+    parser.add_argument("--mbit-s", type=float, default=30, help="overlap: of the link")
     parser.add_argument("--codec", default="none", help="heartbeats: outer.codec.name")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -317,6 +350,8 @@ def main() -> int:
             return cells(Path(folder) / "links")
         if options.part == "named":
             return named(Path(folder) / "links")
+        if options.part == "overlap":
+            return overlap(Path(folder) / "links", options.mbit_s)
         return heartbeats(Path(folder) / "links", options.seconds, options.codec)
 
 

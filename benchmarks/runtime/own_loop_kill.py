@@ -26,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.runtime.children import environment
 from benchmarks.runtime.recovering import others, ours
 from benchmarks.runtime.recovering.lines import Found, Line, Lines, SilentError
 from benchmarks.runtime.recovery import FOOT, HEAD, floors, row
@@ -90,7 +91,7 @@ def measure(folder: Path, step: float, rounds: int, seconds: float) -> list[Foun
             [*command, "--", str(step * WORLD / MICROBATCHES)],
             stdout=log,
             stderr=log,
-            env=ours.environment(),
+            env=environment(),
         )
     lines = JournalLines(
         folder / "lines", lambda: "" if process.poll() is None else "it ended", seconds

@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.support.plan_brute_force import least_step, small_problem
 
-from benchmarks.runtime.turns import ROOT
+from benchmarks.runtime.children import ROOT
 from holdfast.config.loading.load import load_config
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.pipeline_schedules import SCHEDULE_KINDS
@@ -68,8 +68,8 @@ def workload(layers: int, dim: int, heads: int, vocab: int, batch: int) -> Workl
         "vocab_size": vocab,
         "ffn_dim": round(8 * dim / 3 / 256) * 256,  # three matrices, as large as two of 4 x dim
     }
-    values = {"model": model, "data": {"sequence_length": 2048}, "train": {"batch_size": batch}}
-    values["train"]["precision"] = "bf16"
+    train = {"batch_size": batch, "precision": "bf16"}
+    values = {"model": model, "data": {"sequence_length": 2048}, "train": train}
     return workload_of(RunConfig.model_validate(values))
 
 
@@ -328,8 +328,8 @@ def wide() -> bool:
         sent, passes = [], []
         for node in (8, 1):
             outside = Link(20e-6, gbit / 8 * 1e9 / 8)  # eight devices of a node send at once
-            one = NodePool(cluster.pools[0].name, 1024 // node, node, "A100-80", NVLINK, outside)
-            evaluator = Evaluator(replace(problem, cluster=Cluster((one,))))
+            pool = NodePool(cluster.pools[0].name, 1024 // node, node, "A100-80", NVLINK, outside)
+            evaluator = Evaluator(replace(problem, cluster=Cluster((pool,))))
             times = evaluator.layer_times(known, group, 0, 1, "none")
             sent.append((times.communication or {}).get("tp", 0.0))
             passes.append(times.forward + times.backward)

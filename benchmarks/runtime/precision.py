@@ -85,7 +85,7 @@ def curve_of(
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if rate is not None:
         changes = changes | {"train.optimizer.learning_rate": str(rate)}
-    machine.refuse_float8 = lambda loaded, hardware: None
+    machine.refuse_float8 = lambda loaded, machine: None  # type: ignore[attr-defined]
     done = within(
         "train",
         RUN_FILE,

@@ -45,6 +45,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.recovering import others, ours
 from benchmarks.runtime.recovering.lines import Found, SilentError
 
@@ -120,8 +121,8 @@ def floors() -> dict[str, float]:
         capture_output=True,
         text=True,
         check=True,
-        env=ours.environment(),
-        cwd=ours.ROOT,
+        env=environment(),
+        cwd=ROOT,
     )
     found: dict[str, float] = json.loads(done.stdout)
     print(

@@ -26,7 +26,6 @@ import argparse
 import json
 import mmap
 import os
-import secrets
 import statistics
 import struct
 import subprocess
@@ -43,11 +42,10 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from benchmarks.runtime.restore_report import CHECKED, Cost, Killed, Row, show, verdicts
+from benchmarks.runtime.saving import ranks
 from holdfast.checkpoint.format.blob import blob_header, blob_size
 from holdfast.checkpoint.memory.arena import Arena, identity_digest, slot_capacity
 from holdfast.checkpoint.mover.client import MoverClient
-from holdfast.checkpoint.mover.main import MoverSpec
-from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.checkpoint.restore.sources import (
     BlobSource,
@@ -90,24 +88,12 @@ class SlowStore:
         self._store.scatter(key, start, outs)
 
 
-class Mover:
+class Mover(ranks.Mover):
     """A mover process, and the ranks that hand their state over to it."""
 
     def __init__(self, folder: Path) -> None:
-        self.store, self.secret = FolderStore(folder / "run"), Secret(secrets.token_bytes(32))
-        self.socket = f"{folder}/mover.sock"
-        settings = MoverSettings("bench", "", "", keep_last=1)
-        boot = MoverSpec(str(folder / "run"), self.socket, settings, self.secret.hex())
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(boot.to_json_line())
-        self._process.stdin.close()
-        assert json.loads(self._process.stdout.readline())["ready"]
+        super().__init__(folder / "run")
+        self.store = FolderStore(folder / "run")
 
     def client(self, generation: int) -> MoverClient:
         return MoverClient(self.socket, self.secret, generation)
@@ -139,12 +125,6 @@ class Mover:
         reason = client.wait_until_committed(STEP, 600.0)
         assert reason is None, reason
 
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
 
 def table_of(nbytes: int) -> StateTable:
     """Parameters and two moments, as a small decoder has them: matrices of some megabytes."""
@@ -160,7 +140,7 @@ def table_of(nbytes: int) -> StateTable:
 def wanted(topology: Topology, table: StateTable, rank: int) -> Plan:
     """The state of a rank, and warm memory for it."""
     boxes = [box for box in local_boxes(topology, table, rank) if box.size]
-    return [(box, memoryview(np.ones(box.size * 4, np.uint8))) for box in boxes]
+    return [(box, np.ones(box.size * 4, np.uint8).data) for box in boxes]
 
 
 def shared(nbytes: int) -> memoryview:
@@ -234,7 +214,7 @@ class Bench:
         return {
             "memcpy": lambda: np.copyto(self.target, self.source),
             "copy from mapped memory": self._mapped_copy,
-            "xxh3": lambda: xxh3_128_digest(self.source),
+            "xxh3": lambda: xxh3_128_digest(self.source.data),
             "sequential read": self._sequential,
             **{one_object(n): partial(self._one_object, n, False) for n in READERS},
             **{one_object(n) + CHECKED: partial(self._one_object, n, True) for n in READERS},

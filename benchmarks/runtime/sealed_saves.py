@@ -54,7 +54,10 @@ def main() -> None:
     rows: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         plain = FolderStore(folder)
-        stores = {"plain": plain, "sealed": EncryptedStore(plain, secrets.token_bytes(32))}
+        stores: dict[str, RunStore] = {
+            "plain": plain,
+            "sealed": EncryptedStore(plain, secrets.token_bytes(32)),
+        }
         for number in range(options.rounds):
             rows.setdefault("AES in memory", []).append(timed(lambda: seal_in_memory(data)))
             for name, store in stores.items():

@@ -54,10 +54,9 @@ def main() -> None:
         (root / "disk").mkdir()
         (root / "run").mkdir()
         disk = FaultyDisk(root / "disk", root / "run")
-        settings, names = SETTINGS, ()
-        if arguments.nodes == 3:
-            settings, names = (*SETTINGS, *SEVERAL), ("a", "b", "c")
-        run = WatchedRun(run_file, settings, names)
+        is_alone = arguments.nodes == 1
+        settings = SETTINGS if is_alone else (*SETTINGS, *SEVERAL)
+        run = WatchedRun(run_file, settings, () if is_alone else ("a", "b", "c"))
         taken = []
         try:
             run.wait_steps(40)

@@ -70,7 +70,7 @@ def _ours(cluster: SlurmCluster, run_file: Path, folder: Path) -> float:
     command = [sys.executable, "-m", "holdfast.cli.main", "launch", str(run_file)]
     options = ["--on", "slurm", "--nodes", str(NODES), f"folder={folder}", *SETTINGS]
     subprocess.run([*command, *options], env=cluster.environment, check=True, capture_output=True)
-    journal, done = Journal(folder), []
+    journal, done = Journal(folder), list[float]()
     deadline = begun + LIMIT_S
     while not done:
         if time.time() > deadline:

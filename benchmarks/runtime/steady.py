@@ -42,29 +42,23 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.paired import Estimate, estimate
-from benchmarks.runtime.recovering.ours import ROOT, environment, prepare
+from benchmarks.runtime.recovering.ours import prepare
 from benchmarks.runtime.steadying import requests
 from benchmarks.runtime.steadying.worker import COPIED, KINDS, LINES, PARTS, STRETCH, kind_of
+from holdfast_lab.chaos.sample_run import SAMPLE_HEAD
 
-RUN_FILE = """\
-name: steady
-folder: {root}/run
-device: cpu
-data:
-  folder: {root}/dataset
-  sources:
-    - {{kind: text, path: "{root}/texts"}}
-  tokenizer: {{vocab_size: 512}}
-  sequence_length: 128
-  validation_fraction: 0.2
-  processes: 1
+RUN_FILE = (
+    SAMPLE_HEAD % ("steady", 512, 128)
+    + """\
 model: {{preset: tiny, ffn_dim: 512}}
 train: {{steps: 100000, batch_size: 64, microbatch_size: 8, evaluate: {{every: 0}}}}
 checkpoint: {{every_steps: 0, memory_every_steps: 1}}
 cluster: {{threads_per_worker: 1, gather_seconds: 60, standbys: 0}}
 layout: {{workers: 2}}
 """
+)
 CASES = {"replicated": (), "dp_shard 2": ("layout.dp_shard=2",)}
 STATE = 12
 """Bytes of a parameter: itself and its two moments."""

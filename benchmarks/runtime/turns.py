@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.work import Work
+from benchmarks.runtime.children import RankError, Ranks
 from benchmarks.runtime.paired import Estimate, estimate
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 PARITY_STEPS = 3
 PARITY = 2e-5  # relative, in float32
@@ -66,88 +62,20 @@ class Pair:
         return "yes" if reached else "NO"
 
 
-class LoopError(Exception):
-    """A loop ended or did not answer in time."""
-
-
-class Loop:
+class Loop(Ranks):
     """The worker processes of one loop."""
 
     def __init__(
         self, name: str, work: Work, python: str, folder: Path, seconds: float, world: int = WORLD
     ):
-        self.name, self._seconds = name, seconds
         folder.mkdir()
-        arguments = json.dumps(asdict(work))
-        self._logs = [folder / f"rank{rank}.log" for rank in range(world)]
-        self._workers = [
-            subprocess.Popen(
-                [
-                    python,
-                    "-m",
-                    "benchmarks.peers.worker",
-                    name,
-                    str(rank),
-                    str(world),
-                    str(folder / "meeting"),
-                    arguments,
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log.open("w"),
-                text=True,
-                cwd=ROOT,
-                env=_environment(),
-                start_new_session=True,
-            )
-            for rank, log in enumerate(self._logs)
-        ]
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One line of each rank. Raises LoopError."""
-        timer = threading.Timer(self._seconds, self.close)  # then the pipes end
-        timer.start()
-        try:
-            lines = [worker.stdout.readline() for worker in self._workers if worker.stdout]
-        finally:
-            timer.cancel()
-        if not all(lines):
-            raise LoopError(f"{self.name}: {self._last_words()}")
-        return [json.loads(line) for line in lines]
+        about = (str(world), str(folder / "meeting"), json.dumps(asdict(work)))
+        commands = [("benchmarks.peers.worker", name, str(rank), *about) for rank in range(world)]
+        super().__init__(name, commands, folder, seconds, python)
 
     def block(self, steps: int) -> list[dict[str, Any]]:
-        """Do `steps` steps; wall, cpu and losses of each rank."""
-        for worker in self._workers:
-            assert worker.stdin is not None
-            worker.stdin.write(json.dumps({"steps": steps}) + "\n")
-            worker.stdin.flush()
-        return self.answers()
-
-    def close(self) -> None:
-        for worker in self._workers:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
-
-    def _last_words(self) -> str:
-        for log in self._logs:
-            lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-            errors = [line for line in lines if "Error" in line or "error:" in line]
-            if errors or lines:
-                return (errors or lines)[-1][:300]
-        return "it said nothing"
-
-
-def _environment() -> dict[str, str]:
-    path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+        """Do `steps` steps; wall, cpu and losses of each rank. Raises RankError."""
+        return self.ask({"steps": steps})
 
 
 def losses(answers: Sequence[dict[str, Any]]) -> list[float]:
@@ -166,7 +94,7 @@ def costs(answers: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def measure(pair: Pair, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Parity, then paired rounds. Raises LoopError."""
+    """Parity, then paired rounds. Raises RankError."""
     shape: dict[str, Any] = (
         {"preset": "tiny", "vocabulary": 512, "sequence": 32} if settings.quick else {}
     )
@@ -298,7 +226,7 @@ def compare(pairs: Sequence[Pair], title: str) -> int:
                 result = measure(pair, settings, Path(folder))
                 print(row(pair, result, not settings.quick, width), flush=True)
                 failed |= "wall" not in result
-            except LoopError as error:
+            except RankError as error:
                 result = {"error": str(error)}
                 print(f"{pair.name:<{width}} does not run here: {error}", flush=True)
         everything[pair.name] = result

@@ -145,6 +145,10 @@ class StateMemoryError(UserError):
     """A rank's state does not fit its place, or that place fails. Its process cannot continue."""
 
 
+class MismatchError(UserError):
+    """A check has found that a rank computed a learner's round wrongly, and the run is to stop."""
+
+
 class OutOfSpaceError(UserError):
     """A disk is full."""
 

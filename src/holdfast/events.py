@@ -281,13 +281,15 @@ class OuterRound(
     fates: list[dict[str, Any]] = field(default_factory=list)
 
 
-class LearnerChecked(Event, kind="learner_checked"):
-    """A rank has computed the round of another rank's learner again. The checker writes it."""
+class LearnerChecked(Event, kind="learner_checked", absent_if_empty={"overruled"}):
+    """A rank has computed the round of another rank's learner again. The checker writes it. If it
+    found something else, a third rank does so too, and its verdict counts."""
 
     learner: int
     rank: int  # that computed it first
     checker: int  # -1: none
     verdict: str  # equal, differs, other_state, no_checker (`parallel/outer/trust.py`)
+    overruled: list[int] = field(default_factory=list)  # the rank that found something else before
 
 
 class ChangeLeftOut(Event, kind="change_left_out"):

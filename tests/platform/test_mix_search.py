@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.loading.load import load_config
 from holdfast.errors import ConfigError
-from holdfast_platform.search.mix import make_search
+from holdfast_platform.search.mix import MixRunner, make_search
 from holdfast_platform.search.mix_fit import (
     HUNDRED,
     best_shares,
@@ -23,6 +23,7 @@ from holdfast_platform.search.mix_fit import (
     rank_correlation,
     whole_shares,
 )
+from holdfast_platform.search.trial import State, Trial
 from tests.support.commands import apart, here, start
 
 DEADLINE_S = 900.0
@@ -140,6 +141,25 @@ def test_a_limit_of_passes_that_no_mixture_meets_is_refused(run_file: Path) -> N
     number = float(str(refused.value.remedy).split()[1])
     again = make_search(run_file, keys, None, 8, 2, 1, number, 0)
     assert sum(int(HUNDRED * limit) for limit in again.limits) >= HUNDRED
+
+
+def test_another_limit_of_passes_says_that_its_mixture_is_not_measured(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart("data", "prepare", run_file, folder=run_file.parent).succeeds()
+    keys = (f"data.folder={run_file.parent / 'dataset'}",)
+    free, bound = (make_search(run_file, keys, None, 8, 2, 1, most, 0) for most in (None, 0.8))
+    trials: list[Trial] = []
+    monkeypatch.setattr(MixRunner, "trials", lambda runner: trials)
+    for number in range(free.trials):
+        mixture = free.mixture(number, trials)
+        value = 3.0 - mixture[1] / 100 + mixture[2] / 200
+        trials.append(Trial(number, free.parameters(mixture), State.COMPLETE, value))
+
+    assert MixRunner(free, print).found().unmeasured is None
+    found = MixRunner(bound, print).found()
+    assert found.unmeasured == dict(zip(NAMES, bound.mixture(bound.last, trials[:-1]), strict=True))
+    assert "--trials" in found.lines()[0]
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 import holdfast
+from holdfast_lab.chaos.sample_run import WORDS
 from holdfast_platform.pipeline.file import KEYS, read_pipeline
 from holdfast_platform.pipeline.stages import KINDS
 from tests.support.borders import unknown_entries
-from tests.support.commands import WORDS, apart, here, start, write_run_file
+from tests.support.commands import apart, here, start, write_run_file
 
 KILLS = int(os.environ.get("HOLDFAST_PIPELINE_KILLS", "4"))
 DEADLINE_S = 600.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -19,19 +18,11 @@ from typing import IO
 import pytest
 
 from holdfast.cli.main import main
+from holdfast_lab.chaos.sample_run import SAMPLE_HEAD, write_texts
 
-RUN_FILE = """\
-name: tiny
-folder: {root}/run
-device: cpu
-data:
-  folder: {root}/dataset
-  sources:
-    - {{kind: text, path: "{root}/texts"}}
-  tokenizer: {{vocab_size: 300}}
-  sequence_length: 16
-  validation_fraction: 0.2
-  processes: 1
+RUN_FILE = (
+    SAMPLE_HEAD % ("tiny", 300, 16)
+    + """\
 model: {{preset: null, layers: 1, dim: 16, heads: 2, kv_heads: 1, ffn_dim: 16}}
 train:
   steps: 6
@@ -41,7 +32,7 @@ train:
 layout: {{workers: 2}}
 checkpoint: {{every_steps: 3}}
 """
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
+)
 
 
 @dataclass(frozen=True)
@@ -71,12 +62,7 @@ class Outcome:
 
 def write_run_file(root: Path, documents: int = 12) -> Path:
     """Texts and a run file in `root`; nothing is prepared yet."""
-    texts = root / "texts"
-    texts.mkdir(parents=True)
-    chooser = random.Random(7)
-    for number in range(documents):
-        text = " ".join(chooser.choice(WORDS) for _ in range(120))
-        (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    write_texts(root / "texts", documents, 120)
     path = root / "run.yaml"
     path.write_text(RUN_FILE.format(root=root))
     return path

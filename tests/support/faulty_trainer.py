@@ -24,7 +24,7 @@ from holdfast.cli.main import main as command
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.launch import local
 from holdfast.launch.start import machine
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 from holdfast.wire.secret import Secret
 
 DEEDS = "HOLDFAST_TEST_DEEDS"
@@ -82,7 +82,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
 
 def main() -> int:
     """The command itself, with another entry for its workers."""
-    skip_last_collection()
+    skip_collections()
     if json.loads(os.environ[DEEDS]).get("float8 anywhere"):
         machine.refuse_float8 = lambda loaded, hardware: None
     local.train_locally.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"

@@ -10,11 +10,11 @@ import sys
 from holdfast.config.loading.load import load_config
 from holdfast.errors import UserError
 from holdfast.launch import local
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 
 
 def main() -> int:
-    skip_last_collection()
+    skip_collections()
     folder, *overrides = sys.argv[1:]
     loaded = load_config(None, [f"folder={folder}", "device=cpu", *overrides])
     try:

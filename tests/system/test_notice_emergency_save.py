@@ -25,7 +25,7 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.store.run_store import FolderStore
-from tests.support.commands import apart, peer_settings, secret_file, start, within, write_run_file
+from tests.support.commands import peer_settings, secret_file, start, within, write_run_file
 from tests.support.followed_run import FollowedRun
 from tests.support.metadata_service import metadata_service
 
@@ -60,7 +60,7 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     folder = tmp_path / "run"
     trainer = Trainer(run_file, "cluster.grace_seconds=60", folder=folder)
     trainer.until_step(3)
-    told = apart("notice", folder, "--seconds", "90", "--json").succeeds()
+    told = within("notice", folder, "--seconds", "90", "--json").succeeds()
     assert json.loads(told.out)["tiers"] == [2]
     saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
     trainer.until_step(saved.event.step + 1)
@@ -87,7 +87,7 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     assert begun.event.step == committed[-1]
     again.process.kill()
     again.end()
-    refused = apart("notice", folder, "--seconds", "30")
+    refused = within("notice", folder, "--seconds", "30")
     refused.refuses("nobody is training here")
 
 
@@ -168,6 +168,6 @@ def test_a_run_saves_at_a_hint_of_its_cloud_and_leaves_at_a_notice(
 def test_an_address_that_is_none_is_refused_before_anything_begins(
     run_file: Path, tmp_path: Path
 ) -> None:
-    refused = apart("train", run_file, "cluster.notices=azure", "cluster.notices_at=here")
+    refused = within("train", run_file, "cluster.notices=azure", "cluster.notices_at=here")
     refused.refuses_last("'here' is not the address of a metadata service", "cluster.notices_at")
     assert not (tmp_path / "run" / "generations").exists()

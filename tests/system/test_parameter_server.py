@@ -20,6 +20,7 @@ from holdfast.wire.store.run_store import FolderStore
 from tests.support.checkpoints import newest_tensors
 from tests.support.commands import start, within
 from tests.support.followed_run import FollowedRun
+from tests.support.marks import in_campaign
 
 STEPS, BATCH = 10, 12
 SETTINGS = (
@@ -82,7 +83,7 @@ def _check_leads(rows: list[list[int]], workers: int, first: int, bound: int) ->
         assert there[worker] - min(others, default=there[worker]) <= bound
 
 
-@pytest.mark.parametrize("mode", ["bounded_stale", "switching"])
+@pytest.mark.parametrize("mode", ["bounded_stale", in_campaign("switching")])
 def test_a_disturbed_run_stays_in_bounds_and_can_be_replayed(
     run_file: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -194,7 +194,7 @@ def _captures(
             a @ b
 
     step_s = seconds_of(compute, device, 3)
-    standing, hidden, with_copy, durable, copying = [], [], [], [], []
+    standing, hidden, with_copy, durable, copying = (list[float]() for _ in range(5))
     for step in range(1, 2 * rounds + 1):
         is_hidden = step > rounds
         costs: list[CopyTiming] = []

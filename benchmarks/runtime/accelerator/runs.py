@@ -18,7 +18,6 @@ import yaml
 
 from benchmarks.runtime.accelerator.journal import read_events, show_speed, speed
 from benchmarks.runtime.accelerator.settings import RowResult, Settings
-from benchmarks.runtime.texts import write_texts
 from holdfast.config.loading.load import load_config
 from holdfast.errors import HoldfastError
 from holdfast.events import (
@@ -36,6 +35,7 @@ from holdfast.events import (
 from holdfast.wire.journal import follow_journal
 from holdfast.wire.store.run_store import FolderStore
 from holdfast_lab.chaos.compare import compare_runs
+from holdfast_lab.chaos.sample_run import write_texts
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPE = ROOT / "examples/llama3.2-1b/run.yaml"

@@ -92,7 +92,7 @@ class Suite:
             _end_group(process)
         told: dict[str, Any] = {"row": row.name, "seconds": round(time.monotonic() - begun, 1)}
         if not is_late and process.returncode == 0 and result.exists():
-            return told | json.loads(result.read_text())
+            return {**told, **json.loads(result.read_text())}
         said = log.read_text(errors="replace")[-_ERROR_CHARACTERS:]
         last = next((x for x in reversed(said.splitlines()) if x.strip()), "it said nothing")
         why = f"not ended after {row.seconds:.0f} s" if is_late else last.strip()

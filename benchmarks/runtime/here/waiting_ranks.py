@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from benchmarks.runtime.turns import ROOT
+from benchmarks.runtime.children import ROOT
 from holdfast.config.run import RunConfig
 from holdfast.plan.cost.choice import Choice, ReplicaChoice
 from holdfast.plan.cost.evaluate import Evaluator, Problem, StepCost
@@ -136,7 +136,7 @@ def step_seconds(case: WaitingCase, steps: int = STEPS) -> float:
     if len(rows) != steps:
         raise RuntimeError(f"{case.name}: a rank ended early")
     slowest = [max(row) for row in rows[1:]]
-    return quantiles(slowest, n=4, method="inclusive")[0] if len(slowest) > 1 else slowest[0]
+    return float(quantiles(slowest, n=4, method="inclusive")[0] if slowest[1:] else slowest[0])
 
 
 def _given(case: WaitingCase, steps: int) -> dict[str, Any]:

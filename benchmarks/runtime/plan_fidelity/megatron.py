@@ -43,8 +43,10 @@ _SIZES = (
 )
 _FULL, _SELECTIVE = (1.42, 18.13, 49.05, 94.42), (1.10, 13.75, 37.83, 71.49)
 EIGHT = tuple(
-    Published(model, 1, *numbers, word, seconds)
-    for (model, *numbers), times in zip(_SIZES, zip(_FULL, _SELECTIVE, strict=True), strict=True)
+    Published(model, 1, pp, chunks, batch, microbatch, word, seconds)
+    for (model, pp, chunks, batch, microbatch), times in zip(
+        _SIZES, zip(_FULL, _SELECTIVE, strict=True), strict=True
+    )
     for word, seconds in zip(("full", "selective"), times, strict=True)
 )
 NLG = tuple(

@@ -58,8 +58,8 @@ def lines(
     yield f"  Spearman {ranks:.4f}"
     yield f"worst {min(worst, len(cases))} rows (predicted against measured tokens/s of a device)"
     for each in sorted(predictions, key=lambda one: -abs(one.error))[:worst]:
-        values = f"{each.value:9.0f} {each.case.measured:9.0f}"
-        yield f"  {each.error:+6.1f} %  {values}  {each.case.label}"
+        both = f"{each.value:9.0f} {each.case.measured:9.0f}"
+        yield f"  {each.error:+6.1f} %  {both}  {each.case.label}"
     yield from _notes(predictions)
 
 

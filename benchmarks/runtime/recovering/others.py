@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.recovering.lines import Found, Lines
-from benchmarks.runtime.recovering.ours import ROOT, environment, kill_worker
+from benchmarks.runtime.recovering.ours import kill_worker
 
 Mend = Callable[[], None]
 """Brings back what was killed, where the peer does not do so itself."""

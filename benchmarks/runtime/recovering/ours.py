@@ -12,32 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.recovering.lines import Found, Line, Lines
 from benchmarks.runtime.recovering.worker import LINES, MICROBATCH
-from benchmarks.runtime.texts import write_texts
 from holdfast.events import GenerationStarted
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
+from holdfast_lab.chaos.sample_run import SAMPLE_HEAD, write_texts
 
-ROOT = Path(__file__).resolve().parents[3]
 MICROBATCHES, FEWER = 12, 4
-RUN_FILE = """\
-name: recovery
-folder: {root}/run
-device: cpu
-data:
-  folder: {root}/dataset
-  sources:
-    - {{kind: text, path: "{root}/texts"}}
-  tokenizer: {{vocab_size: 512}}
-  sequence_length: 32
-  validation_fraction: 0.2
-  processes: 1
+RUN_FILE = (
+    SAMPLE_HEAD % ("recovery", 512, 32)
+    + """\
 model: {{preset: tiny}}
 train: {{steps: 100000, batch_size: 24, microbatch_size: 2, evaluate: {{every: 0}}}}
 checkpoint: {{every_steps: 1000000, memory_every_steps: 1}}
 cluster: {{threads_per_worker: 1, settle_seconds: 0.5, gather_seconds: 30}}
 """
+)
 
 
 class Agents(dict[str, subprocess.Popen[str]]):
@@ -107,16 +99,6 @@ def prepare(folder: Path, text: str = RUN_FILE) -> Path:
     if done.returncode:
         raise RuntimeError(done.stderr)
     return path
-
-
-def environment(**more: str) -> dict[str, str]:
-    path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(p for p in path if p),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
 
 
 def measured(

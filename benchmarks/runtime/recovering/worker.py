@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any
 
+from benchmarks.runtime.children import train_with
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.wire.secret import Secret
 
@@ -34,7 +35,12 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     lines = os.open(os.environ[LINES], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     asked = threading.Event()
     waker, woken = os.pipe()
-    signal.signal(signal.SIGUSR1, lambda *_: (asked.set(), os.write(woken, b"x")))
+
+    def ask(*_: object) -> None:
+        asked.set()
+        os.write(woken, b"x")
+
+    signal.signal(signal.SIGUSR1, ask)
     forward, begin, update = NextTokenObjective.forward, StepEngine.begin, StepEngine.update
     engines: list[StepEngine] = []
     open_step, computed = 0, 0  # the step that is not applied, how many microbatches it has
@@ -87,14 +93,5 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     return worker.run(boot, secret)
 
 
-def main() -> int:
-    """`holdfast train` with this entry for its workers."""
-    from holdfast.cli.main import main as command
-    from holdfast.launch import local
-
-    local.train_locally.__kwdefaults__["entry"] = "benchmarks.runtime.recovering.worker:run"
-    return command(["train", *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train_with("benchmarks.runtime.recovering.worker:run"))

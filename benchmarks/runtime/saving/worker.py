@@ -55,7 +55,7 @@ class Rank:
         way = self._make(order["way"])
         try:
             if "pairs" in order:
-                return self._trainer.pairs(way, order["pairs"], self._next)
+                return dict(self._trainer.pairs(way, order["pairs"], self._next))
             rounds = order["least"], order["rounds"]
             return self._saves(way, rounds, order["seconds"], order["beside"])
         finally:

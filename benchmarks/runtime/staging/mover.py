@@ -17,7 +17,7 @@ def main() -> None:
     def opened(location: str | Path) -> RunStore:
         return NetworkStore(str(location), storage)
 
-    mover.open_store = opened
+    mover.open_store = opened  # type: ignore[attr-defined]
     mover.main()
 
 

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runtime.saving.ranks import _environment as environment
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.staging.trainer import Order
 from benchmarks.runtime.staging.ways import NODE, OURS, Places
-from benchmarks.runtime.turns import ROOT
 from holdfast.checkpoint.mover.main import MoverSpec
 from holdfast.checkpoint.mover.service import MoverSettings
 from holdfast.checkpoint.peers.config import Peer, PeerSettings
@@ -126,8 +125,8 @@ def train(
         if done.stdout.strip():
             answer: dict[str, Any] = json.loads(done.stdout)
             return answer
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        return {"error": f"the trainer ended: {said[-1][:300]}"}
+        words = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        return {"error": f"the trainer ended: {words[-1][:300]}"}
 
 
 def _ours(

@@ -22,11 +22,9 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.runtime.saving.ranks import _environment as environment
+from benchmarks.runtime.children import ROOT, environment
 from benchmarks.runtime.staging.processes import ENDING, stage
 from benchmarks.runtime.staging.trainer import cpu_of
-from benchmarks.runtime.texts import write_texts
-from benchmarks.runtime.turns import ROOT
 from holdfast.events import (
     CheckpointCaptured,
     CheckpointCommitted,
@@ -39,6 +37,7 @@ from holdfast.events import (
 from holdfast.wire.journal import follow_journal, read_journal
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
+from holdfast_lab.chaos.sample_run import write_texts
 
 MOVER = "holdfast.checkpoint.mover.main"
 

@@ -34,7 +34,7 @@ from holdfast.checkpoint.mover import protocol
 from holdfast.checkpoint.save.writer import seal_part
 from holdfast.config.loading.load import load_config
 from holdfast.core.format.manifest import PartManifest, PlacedBox, place_boxes
-from holdfast.core.json_parsing import parse_json
+from holdfast.core.json_parsing import Json, parse_json
 from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.core.sharding.state_table import StateTable, state_table
 from holdfast.layout import Layout, Topology, place_layout
@@ -55,7 +55,7 @@ from holdfast.wire.secret import Secret
 
 SECRET = Secret(bytes(range(32)))
 PUSH = "/push?run=r"
-META = {"position": 0, "ledger": "0" * 32}
+META: dict[str, Json] = {"position": 0, "ledger": "0" * 32}
 
 
 class Node:

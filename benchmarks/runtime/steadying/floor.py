@@ -53,7 +53,7 @@ def main() -> None:
     theirs = 0.0
     for _ in sys.stdin:
         np.copyto(copy, state)
-        xxh3_128_hexdigest(copy)
+        xxh3_128_hexdigest(copy.data)
         at = 0
         while at < sent:
             at += os.sendfile(link.fileno(), fd, at, sent - at)

@@ -74,7 +74,7 @@ def mover(
     def copies() -> None:
         while True:
             step = steps.get()
-            xxh3_128_hexdigest(captured)
+            xxh3_128_hexdigest(captured.data)
             send(outwards, step)
             at = 0
             while at < nbytes:

@@ -15,7 +15,7 @@ import time
 
 import psutil
 
-from benchmarks.runtime.recovering.ours import ROOT, environment
+from benchmarks.runtime.children import ROOT, environment
 from holdfast.checkpoint.memory.snapshot_store import SnapshotStore
 from holdfast.checkpoint.peers.client import PeerClient
 from holdfast.checkpoint.peers.rate_limiter import TokenBucket

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.runtime.children import train_with
 from holdfast.elastic.protocol.worker_spec import WorkerSpec
 from holdfast.wire.secret import Secret
 
@@ -57,7 +58,7 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
 
         setattr(SnapshotSaver, name, wrapped)
 
-    def some(self: _SaveScheduler, step: int) -> frozenset[str]:
+    def some(self: _SaveScheduler, step: int) -> frozenset[int]:
         return by_steps(self, step) if kind_of(step, stretch) == "on" else frozenset()
 
     def telling(self: TrainingLoop, batch: Any, *given: Any) -> None:
@@ -73,18 +74,9 @@ def run(boot: WorkerSpec, secret: Secret) -> int:
     for name in PARTS[:-1]:
         timed(name)
     _SaveScheduler._tiers_due_by_steps = some  # type: ignore[method-assign]
-    TrainingLoop._report = telling  # type: ignore[method-assign]
+    TrainingLoop._report = telling  # type: ignore[method-assign, assignment]
     return worker.run(boot, secret)
 
 
-def main() -> int:
-    """`holdfast train` with this entry for its workers."""
-    from holdfast.cli.main import main as command
-    from holdfast.launch import local
-
-    local.train_locally.__kwdefaults__["entry"] = "benchmarks.runtime.steadying.worker:run"
-    return command(["train", *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train_with("benchmarks.runtime.steadying.worker:run"))

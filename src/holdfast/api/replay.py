@@ -43,6 +43,7 @@ from holdfast.errors import CorruptError, DataError, HoldfastError, RunFolderErr
 from holdfast.events import ServerUpdates
 from holdfast.launch.run.runs import Run
 from holdfast.layout import Layout, Topology, place_replicas
+from holdfast.report.formatting import format_plural
 from holdfast.wire.store.run_location import store_of_run
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class ReplayResult:
             return f"{found}: {self.problems[0].message}"
         equal = sum(step.is_equal for step in self.steps)
         what = f"{equal} of {len(self.steps)} hashes of the weights are equal"
-        what += f" ({self.computed:,} steps computed)"
+        what += f" ({format_plural(self.computed, 'step')} computed)"
         if equal == len(self.steps) and not self.loss_distance:
             return f"{what}; every ledger entry, loss, norm and rate on the way too"
         measured = f"losses differ by {self.loss_distance:.1e} at most"

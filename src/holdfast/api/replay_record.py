@@ -164,11 +164,12 @@ def plan_stretches(
     passes: dict[int, Stretch] = {}
     for step in sorted(set(steps)):
         if not record.first_step <= step <= record.last_step:
+            word = "round" if record.rounds else "step"
             raise RunFolderError(
-                f"step {step} is none of this run, which did the steps {record.first_step} to "
+                f"{word} {step} is none of this run, which did the {word}s {record.first_step} to "
                 f"{record.last_step}",
                 where=place,
-                remedy="name one of these with --step",
+                remedy=f"name one of these with --{word}",
             )
         start = max((at for at in known if at < step), default=None)
         following = min((at for at in record.commits if at >= step), default=None)

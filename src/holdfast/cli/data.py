@@ -32,6 +32,7 @@ from holdfast.data.stream.dataset_location import dataset_exists, is_address, op
 from holdfast.data.stream.document_reads import (
     document_hash,
     find_document,
+    find_media,
     find_reads,
     read_document,
 )
@@ -219,7 +220,7 @@ def audit(run: RunArgument, json: Json = False) -> int:
 
 @app.command(name="who-read")
 def who_read(
-    document: Annotated[Path, typer.Argument(help="file with the text of one document")],
+    document: Annotated[Path, typer.Argument(help="file with one document")],
     runs: Annotated[list[Path], typer.Argument(help="run folders or buckets", parser=run_path)],
     json: Json = False,
 ) -> int:
@@ -232,12 +233,10 @@ def who_read(
     Example:
       holdfast data who-read letter.txt runs/quickstart runs/second
     """
-    config = DataConfig()
-    text = read_document(document, config.max_document_bytes)
-    name, found = document_hash(text), dict[str, dict[str, Any]]()
+    name, found = "", dict[str, dict[str, Any]]()
     for run in runs:
         for place, opened, last in with_parents(open_run(run)):
-            found[place] = _reads_of(opened, text, last)
+            name, found[place] = _reads_of(opened, document, last)
     if json:
         print_json({"document": name, "runs": found})
     else:
@@ -247,16 +246,21 @@ def who_read(
     return 0 if any(reads["steps"] for reads in found.values()) else 1
 
 
-def _reads_of(run: Run, text: str, last: int) -> dict[str, Any]:
-    """Raises DataError for a run whose data are no texts."""
+def _reads_of(run: Run, path: Path, last: int) -> tuple[str, dict[str, Any]]:
+    """Return the name of a document, of an image or a recording that of its file, and its reads.
+    Raises DataError for a run whose data are no texts."""
     dataset, batches = texts_of(run)
-    places = find_document(dataset, text)
+    if batches.has_features:
+        name, places = path.name, find_media(dataset, path)
+    else:
+        text = read_document(path, DataConfig().max_document_bytes)
+        name, places = document_hash(text), find_document(dataset, text)
     reads = find_reads(read_journal(run.store), batches, places)
     names = sorted({f"{dataset.source_names[p.source]} ({p.split})" for p in places})
     kept, lost = (
         [step for step in steps if step <= (last or step)] for steps in (reads.steps, reads.lost)
     )
-    return {"dataset": dataset.version, "sources": names, "steps": kept, "lost_steps": lost}
+    return name, {"dataset": dataset.version, "sources": names, "steps": kept, "lost_steps": lost}
 
 
 def _describe_reads(reads: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import typer
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.options import RunArgument
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.launch.owners.owner import NodeState, OwnedJob, open_owner
+from holdfast.launch.owners.owner import ENDED, NodeState, OwnedJob, open_owner
 from holdfast.launch.run.bucket_run import place_word
 from holdfast.launch.run.launch_claim import release_claim
 from holdfast.launch.run.runs import folder_with_job, open_run
@@ -64,7 +64,7 @@ def down(
                 before = left
             time.sleep(WAIT_INTERVAL_S)
         for each in owner.status(job):
-            if each.state is NodeState.LOST:
+            if each.state is NodeState.LOST and each.detail != ENDED:
                 say(f"node {each.node} is lost, and its agent may still be at work ({each.detail})")
         with suppress(StoreError):  # a claim on a bucket that is away ends by its age
             release_claim(folder)

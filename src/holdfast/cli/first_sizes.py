@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from holdfast.config.sections.data import SourceConfig
+from holdfast.data.read.raw_rows import raw_rows
+from holdfast.data.read.source_files import find_files
+from holdfast.errors import DataError
 from holdfast.report.formatting import format_count, format_plural
 
 BATCH = 16  # samples of a step, if there is enough data
@@ -44,11 +47,11 @@ class FirstSizes:
         return MAX_PASSES if 0 < self.pass_steps * MAX_PASSES < FULL_STEPS else 0
 
 
-def first_sizes(file: Path, length: int, *, is_rows: bool) -> FirstSizes:
-    """Return sizes with which a pass over a file or folder has STEPS, or as many as it can.
+def first_sizes(source: SourceConfig, length: int, *, is_rows: bool) -> FirstSizes:
+    """Return sizes with which a pass over a source has STEPS, or as many as it can.
 
     A shorter sample still holds the longest row. length: of a sample, if there is much data."""
-    entries = _bytes_of_entries(file, is_rows)
+    entries = _bytes_of_entries(source)
     if not entries:
         return FirstSizes(length)
     tokens = sum(entries) / BYTES_PER_TOKEN
@@ -64,40 +67,26 @@ def first_sizes(file: Path, length: int, *, is_rows: bool) -> FirstSizes:
     if (length, batch) != (usual, BATCH):
         rows = f"{format_plural(len(entries), 'row')}, " if is_rows else ""
         note = (
-            f"{file} is small: {rows}some {format_count(round(tokens))} tokens. So a step takes "
-            f"{format_plural(batch, 'sample')} of {length} tokens, and a pass has about "
+            f"{source.path} is small: {rows}some {format_count(round(tokens))} tokens. So a step "
+            f"takes {format_plural(batch, 'sample')} of {length} tokens, and a pass has about "
             f"{format_plural(steps, 'step')}; with more data use train.batch_size={BATCH}"
         )
     return FirstSizes(length, batch, 2 if batch >= 4 else 1, steps, note)
 
 
-def _bytes_of_entries(file: Path, is_rows: bool) -> list[int]:
-    """Return the bytes of each row or text; [] for much data, and for what is not read here."""
+def _bytes_of_entries(source: SourceConfig) -> list[int]:
+    """Return the bytes of each row or file; [] for much data, and for what is not read here."""
     sizes, total = list[int](), 0
-    for size in _entries(file, is_rows):
-        sizes.append(size)
-        if (total := total + size) > ENOUGH_BYTES:
-            return []
+    with suppress(DataError):  # a start refuses the row, with its place
+        for size in _entries(source):
+            sizes.append(size)
+            if (total := total + size) > ENOUGH_BYTES:
+                return []
     return sizes
 
 
-def _entries(file: Path, is_rows: bool) -> Iterator[int]:
-    if file.is_dir():
-        yield from (path.stat().st_size for path in file.rglob("*") if path.is_file())
-    elif file.suffix.lower() not in (".json", ".jsonl"):
-        if file.is_file() and not is_rows and file.suffix.lower() in (".txt", ".md", ".csv"):
-            yield file.stat().st_size
-    elif (size := file.stat().st_size) > ENOUGH_BYTES:
-        yield size
-    else:
-        yield from map(len, _rows_of(file.read_bytes()))
-
-
-def _rows_of(data: bytes) -> list[bytes]:
-    """The rows of JSON lines, or of a list of objects."""
-    try:
-        if data.lstrip().startswith(b"["):
-            return [json.dumps(row, ensure_ascii=False).encode() for row in json.loads(data)]
-    except ValueError:  # a start refuses the file, with its line
-        return []
-    return [line for line in data.splitlines() if line.strip()]
+def _entries(source: SourceConfig) -> Iterator[int]:
+    if source.kind in ("jsonl", "parquet"):
+        yield from (len(row.encode()) for row in raw_rows(source))
+    elif source.kind in ("text", "csv"):
+        yield from (size for _, size in find_files(source, "data.sources[0]").files)

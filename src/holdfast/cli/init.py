@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,9 @@ from holdfast.cli.options import refuse_beside
 from holdfast.config.huggingface.folder import read_folder_model, read_json_object
 from holdfast.config.loading.model_from import yaml_word
 from holdfast.config.loading.yaml_tree import parse_scalar
+from holdfast.config.sections.data import SourceConfig
 from holdfast.data.read.chat_templates import folder_templates
+from holdfast.data.read.raw_rows import raw_rows
 from holdfast.errors import ConfigError, UserError
 from holdfast.show.output import say
 
@@ -73,6 +76,8 @@ TABLES = (".xls", ".xlsx", ".ods", ".feather", ".avro")
 COLUMNS = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 """Endings of tables with a column of texts, and their kinds."""
 
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", **COLUMNS}
+
 app = make_app("Write a run file to start from.")
 
 
@@ -120,7 +125,7 @@ def init(
     notes: list[str] = []
     job = read_job(from_) if from_ is not None and not rows else None
     if job is not None and from_ is not None:
-        add_data(job, name, _source(data, is_chat=False) if data else None)
+        add_data(job, name, describe_source(data, is_chat=False) if data else None)
         text = job.run_file(name, from_.name)
         kinds = f"{len(job.translated)} keys translated, {len(job.harmless)} without an effect"
         notes.append(f"{kinds}, {len(job.left_out)} left out; the file names these")
@@ -215,7 +220,7 @@ def _model(model: Path | None, preferences: Path | None) -> str:
     lines = f"  from: {yaml_word(os.path.abspath(model))}\n" if model else PRESET
     if preferences is None:
         return lines
-    if (rows := _rows(preferences, "preference")) not in OBJECTIVES:
+    if (rows := rows_word(preferences)) not in OBJECTIVES:
         raise ConfigError(
             "the first row has neither 'chosen' nor 'label'",
             where=str(preferences),
@@ -225,13 +230,15 @@ def _model(model: Path | None, preferences: Path | None) -> str:
 
 
 def _sizes(file: Path | None, model: Path | None, *, is_rows: bool) -> FirstSizes:
-    """The sizes of a run on this file. Raises ModelFolderError."""
+    """The sizes of a run on this file. Raises ConfigError and ModelFolderError."""
     length = 2048 if is_rows else 256
     if model is not None:
         length = min(length, read_folder_model(model).max_position)
-    if file is None or not file.exists():  # a file that is missing is refused where it is described
+    if file is None:
         return FirstSizes(length)
-    return first_sizes(file, length, is_rows=is_rows)
+    source = describe_source(file, is_rows)
+    config = SourceConfig(kind=source["kind"], path=str(file)).at(source["path"])
+    return first_sizes(config, length, is_rows=is_rows)
 
 
 def _length(sizes: FirstSizes, *, is_rows: bool) -> str:
@@ -265,9 +272,9 @@ def _data(
     file = chat or data
     if file is None:
         return STDLIB + lines
-    source = _source(file, chat is not None)
+    source = describe_source(file, chat is not None)
     if chat is not None:
-        rows = _rows(chat, "preference" if option == "--preferences" else "messages")
+        rows = rows_word(chat)
         if option == "--chat" and rows in OBJECTIVES:
             raise ConfigError(
                 "the first row has a preference, which needs an objective",
@@ -278,7 +285,7 @@ def _data(
     return f"  sources:\n    - {yaml_word(source)}\n{lines}"
 
 
-def _source(file: Path, is_chat: bool) -> dict[str, Any]:
+def describe_source(file: Path, is_chat: bool) -> dict[str, Any]:
     """The source of a file of texts, or of rows of chat data. Raises ConfigError."""
     if not file.exists():
         raise ConfigError("there is no such file", where=str(file), remedy="name your data")
@@ -287,16 +294,32 @@ def _source(file: Path, is_chat: bool) -> dict[str, Any]:
         raise ConfigError(
             f"{file.suffix} is a table that is not read", where=str(file), remedy=remedy
         )
-    kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", **COLUMNS}
-    return {"kind": kinds.get(file.suffix, "text"), "path": os.path.abspath(file)}
+    kind = _kind(file)
+    if file.is_dir():
+        kinds = {_kind(each) for each in islice(file.rglob("*"), 1000) if each.is_file()}
+        kinds -= {""} if is_chat else set()
+        kind = kinds.pop() if len(kinds) == 1 else ""
+    usual = "jsonl" if is_chat else "text"
+    return {"kind": kind or usual, "path": os.path.abspath(file)}
 
 
-def _rows(chat: Path, otherwise: str) -> str:
-    """The word of `rows` for a file, by its first row. otherwise: of a file without a row of JSON
-    lines, as Parquet."""
-    try:
-        with chat.open(encoding="utf-8") as file:
-            row = json.loads(file.readline())
-    except ValueError:  # Parquet, or a file that a start refuses with its line
-        return otherwise
-    return next((word for column, word in ROWS.items() if column in row), "messages")
+def _kind(file: Path) -> str:
+    """The kind of a file with rows, packed or not; "" for any other."""
+    packed = file.suffix.lower() in (".gz", ".zst")
+    return KINDS.get((file.with_suffix("") if packed else file).suffix.lower(), "")
+
+
+def rows_word(chat: Path) -> str:
+    """The word of `rows` for a file, by its first row. Raises ConfigError and DataError."""
+    source = describe_source(chat, is_chat=True)
+    config = SourceConfig(kind=source["kind"], path=str(chat)).at(source["path"])
+    row = json.loads(next(raw_rows(config), "null"))
+    columns = list(row) if isinstance(row, dict) else []
+    if word := next((word for column, word in ROWS.items() if column in columns), ""):
+        return word
+    raise ConfigError(
+        f"the first row has {', '.join(map(str, columns)) or 'no columns'}, and none of "
+        f"{', '.join(ROWS)}",
+        where=str(chat),
+        remedy="give texts as --data, or rename the column (docs/guide/fine-tuning.md)",
+    )

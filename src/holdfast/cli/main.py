@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from holdfast.cli.streams import guard_streams
 from holdfast.cli.table import GROUPS, all_commands, runtime_command
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 
 COMPLETION_VARIABLE = "_HOLDFAST_COMPLETE"  # set by that script when Tab is pressed
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # a process of our own
-        skip_last_collection()
+        skip_collections()
         guard_streams(arguments)
     if argv is None and COMPLETION_VARIABLE in os.environ:
         from holdfast.cli.completion import answer_shell

@@ -10,7 +10,14 @@ from shlex import join
 from holdfast.api.start import SCREEN
 from holdfast.config.loading.load import LoadedConfig, load_config
 from holdfast.errors import ConfigError
-from holdfast.launch.run.rounds import AUTO, AUTO_CODECS, codec_choices, model_of, sites_of
+from holdfast.launch.run.rounds import (
+    AUTO,
+    AUTO_CODECS,
+    GUESSED_VOCABULARY,
+    codec_choices,
+    model_of,
+    sites_of,
+)
 from holdfast.launch.start.data import with_prepared_vocabulary
 from holdfast.machine.hardware import detect_hardware
 from holdfast.plan.auto.machines import machines_of
@@ -62,7 +69,7 @@ def read_round_request(
     loaded = with_prepared_vocabulary(loaded, SCREEN)
     if loaded.config.model.vocab_size == 0:
         size = loaded.config.data.tokenizer.vocab_size
-        loaded = loaded.with_planned({"model.vocab_size": size}, "data.tokenizer.vocab_size")
+        loaded = loaded.with_planned({"model.vocab_size": size}, GUESSED_VOCABULARY)
     places = sites_of(loaded, sites)
     machines = machines_of(loaded.config, detect_hardware(), cluster)
     model, source = model_of(loaded, places, machines, measured)

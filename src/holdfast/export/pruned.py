@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.export.sources import ModelSource, open_source
 from holdfast.export.weights import folder_decoder, load_decoder, with_checkpoint
 from holdfast.launch.run.runs import open_run
+from holdfast.launch.start.regions import note_regions, refuse_copy_elsewhere
 
 if TYPE_CHECKING:
     from holdfast.model.decoder import Decoder
@@ -57,6 +58,7 @@ def prune(request: PruneRequest, say: Callable[[str], None]) -> Pruned:
     """Write the pruned model. Raises UserError."""
     how = _sparsity(request)
     source = open_source(request.source, "pruning")
+    refuse_copy_elsewhere(source.governance, str(request.to), "--to")
     config = _data_of(request, source)
     if config is None and request.method != "magnitude":
         raise ConfigError(
@@ -92,6 +94,7 @@ def prune(request: PruneRequest, say: Callable[[str], None]) -> Pruned:
         end_token=source.end_token,
         imported=source.settings,
     )
+    note_regions(request.to, source.governance)
     matrices = [layer.weight for layer in pruning.prunable_layers(decoder.layers).values()]
     zeros = sum(int((matrix == 0).sum()) for matrix in matrices)
     total = sum(matrix.numel() for matrix in matrices)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config.huggingface.folder import CONFIG, read_folder_model
+from holdfast.config.sections.governance import GovernanceConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.task import refuse_task
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.export.weights import dataset_tokens, settings_folder
 from holdfast.launch.run.runs import RESOLVED_FILE, Run, open_run
+from holdfast.launch.start.regions import noted_regions
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class ModelSource:
     end_token: str | None  # None: a known one
     settings: Path  # folder with settings of generation
     run: Run | None  # None: it is a folder
+
+    @property
+    def governance(self) -> GovernanceConfig:
+        """The regions that it may lie in. Raises ConfigError for a damaged note."""
+        return noted_regions(self.settings) if self.run is None else self.run.config.governance
 
 
 def open_source(path: Path, what: str) -> ModelSource:

@@ -32,7 +32,7 @@ from holdfast.errors import CheckpointError, ConfigError
 from holdfast.export.adapters import run_weights
 from holdfast.export.sources import ModelSource, open_source
 from holdfast.export.weights import choose_checkpoint
-from holdfast.launch.start.regions import note_regions, noted_regions, refuse_copy_elsewhere
+from holdfast.launch.start.regions import note_regions, refuse_copy_elsewhere
 from holdfast.wire.store.run_store import MissingKeyError
 
 if TYPE_CHECKING:
@@ -73,11 +73,6 @@ class _Model:
     source: ModelSource
     weights: TensorReader
     about: dict[str, Any]
-
-    @property
-    def governance(self) -> GovernanceConfig:
-        run = self.source.run
-        return noted_regions(self.source.settings) if run is None else run.config.governance
 
 
 def stitch(request: StitchRequest, say: Callable[[str], None]) -> Stitched:
@@ -231,8 +226,8 @@ def _common_regions(models: Sequence[_Model], to: Path) -> GovernanceConfig:
     this machine lies elsewhere."""
     common: GovernanceConfig | None = None
     for model in models:
-        refuse_copy_elsewhere(model.governance, str(to), "--to")
-        if not (own := model.governance.regions):
+        refuse_copy_elsewhere(model.source.governance, str(to), "--to")
+        if not (own := model.source.governance.regions):
             continue
         regions = own if common is None else tuple(r for r in own if r in common.regions)
         if not regions:

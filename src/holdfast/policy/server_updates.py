@@ -77,12 +77,14 @@ def rate_factor(scaling: RateScaling, microbatches: float, usual: int) -> float:
     return quotient if scaling == "linear" else quotient**0.5
 
 
-def stale_rate_factor(scaling: RateScaling, staleness: int, usual: int) -> float:
-    """The factor of a gradient of one microbatch on weights that lack `staleness` updates.
+def stale_part(scaling: RateScaling, staleness: int, usual: int) -> float:
+    """The factor of a gradient whose weights lack `staleness` updates of one microbatch.
 
-    It counts as one of `usual` microbatches, or of 1 + staleness if these are more (Zhang et al.,
-    2016)."""
-    return rate_factor(scaling, 1.0, max(usual, 1 + staleness))
+    Zhang et al. (2016) scale the rate by it. An optimizer with momentum would then take all of a
+    stale gradient into its next updates, and less of what fresh ones have left there. sqrt is for
+    optimizers that divide by the size of gradients, so only their ratios count. Otherwise a
+    gradient counts as one of the `usual` microbatches, or of 1 + staleness if these are more."""
+    return 1 / (1 + staleness) if scaling == "sqrt" else usual / max(usual, 1 + staleness)
 
 
 @dataclass(frozen=True)

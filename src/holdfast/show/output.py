@@ -45,6 +45,8 @@ def check_target(to: Path, option: str, inputs: Sequence[Path] = ()) -> None:
     where = f"command line, {option} {to}"
     if to.exists() and any(path.exists() and path.samefile(to) for path in inputs):
         raise UserError("this is the file that is read", where=where, remedy="give another path")
+    if to.is_fifo():  # opening it waits for a reader
+        raise UserError("this is a named pipe", where=where, remedy="give a file")
     if to.is_dir() or not to.parent.is_dir():
         raise UserError(
             "this is a folder" if to.is_dir() else "there is no folder for this file",

@@ -30,7 +30,7 @@ from holdfast.tasks.task.parts_probe import probe_parts
 from holdfast.tasks.task.pipeline import stage_rows
 from holdfast.tasks.task.sharding import sharding_rows
 from holdfast.tasks.task.task import Task
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 
 _MAX_SAMPLED_STEPS = 10_000  # so that the start of a long run takes no time
 
@@ -100,7 +100,7 @@ def answer(question: Question) -> Answer:
 
 
 def main() -> None:
-    skip_last_collection()
+    skip_collections()
     answer_file = Path(sys.argv[1])  # a script gets arguments of its own
     found = answer(TypeAdapter(Question).validate_json(sys.stdin.read()))
     answer_file.write_text(json.dumps(asdict(found)), "utf-8")

@@ -9,22 +9,28 @@ from pathlib import Path
 from holdfast.errors import RunFolderError
 
 RUN_FILE = "run.yaml"
-_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
-_TEXT = """\
-name: chaos
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
+SAMPLE_HEAD = """\
+name: %s
 folder: {root}/run
 device: cpu
 data:
   folder: {root}/dataset
   sources:
     - {{kind: text, path: "{root}/texts"}}
-  tokenizer: {{vocab_size: 300}}
-  sequence_length: 16
+  tokenizer: {{vocab_size: %d}}
+  sequence_length: %d
   validation_fraction: 0.2
   processes: 1
+"""
+"""A run file on made-up text begins so: %: name, vocabulary, tokens of a sample; {root}: folder."""
+_TEXT = (
+    SAMPLE_HEAD % ("chaos", 300, 16)
+    + """\
 model: {{preset: null, layers: 4, dim: 16, heads: 2, kv_heads: 2, ffn_dim: 24}}
 train: {{batch_size: 12, microbatch_size: 2, optimizer: {{clip_norm: 0.05}}}}
 """
+)
 SAMPLE_OVERRIDES = (
     "train.precision=float64",
     "train.evaluate.every=0",
@@ -60,15 +66,21 @@ def write_run_file(root: Path, documents: int = 12) -> Path:
                 remedy=f"disturb it with: holdfast chaos {path}, or name another --out",
             )
         return path
-    texts.mkdir(parents=True, exist_ok=True)
-    chooser = random.Random(7)
-    for number in range(documents):
-        text = " ".join(chooser.choice(_WORDS) for _ in range(120))
-        (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    write_texts(texts, documents, 120)
     new = root / f".{path.name}.{os.getpid()}"  # another shard may look for it now
     new.write_text(run_file_text(root), "utf-8")
     new.replace(path)
     return path
+
+
+def write_texts(folder: Path, documents: int, words: int) -> Path:
+    """Fill a folder with made-up text, the same each time; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chooser = random.Random(7)
+    for number in range(documents):
+        text = " ".join(chooser.choice(WORDS) for _ in range(words))
+        (folder / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    return folder
 
 
 def _is_ours(text: bytes) -> bool:

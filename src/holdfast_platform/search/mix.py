@@ -198,6 +198,7 @@ class Found:
     features: str
     rank_correlation: float  # by leaving out one run
     check_rank_correlation: float | None  # of mixtures that the regression has not seen
+    unmeasured: dict[str, int] | None  # best by prediction, if the limit of passes has changed
 
     @property
     def section(self) -> str:
@@ -212,7 +213,15 @@ class Found:
         )
         shares = ", ".join(f"{name} {self.passes[name]:.2g}" for name in self.mixture)
         own = "" if self.own_loss is None else f"; own weights: {self.own_loss:.4f}"
+        stale = ""
+        if self.unmeasured is not None:
+            weights = ", ".join(f"{name} {share}%" for name, share in self.unmeasured.items())
+            stale = (
+                f"the last trial was chosen with another --max-passes; with this one it would be "
+                f"{weights}: one more of --trials measures it"
+            )
         return [
+            *([stale] if stale else []),
             f"regression ({self.features}): rank correlation {self.rank_correlation:.2f} by "
             f"leaving out one run{seen}",
             f"best is trial {self.trial}: loss {self.loss:.4f}, "
@@ -278,6 +287,9 @@ class MixRunner(SearchRunner):
         check = [[of[n] for n in unseen] for of in (guess, values)]
         passes = [share * n for share, n in zip(shares[best], search.passes, strict=True)]
         names = search.names
+        wanted = dict(zip(names, best_shares(fit, search.limits, search.seed), strict=True))
+        last = next((trial for trial in done if trial.number == search.last), None)
+        is_stale = last is not None and last.parameters[MIX][0]["weights"] != wanted
         return Found(
             mixture={n: round(s * HUNDRED) for n, s in zip(names, shares[best], strict=True)},
             trial=best,
@@ -288,6 +300,7 @@ class MixRunner(SearchRunner):
             features=fit.features,
             rank_correlation=fit.rank_correlation,
             check_rank_correlation=rank_correlation(*check) if len(unseen) > 2 else None,
+            unmeasured=wanted if is_stale else None,
         )
 
     def _report(self) -> None:

@@ -14,10 +14,11 @@ import pytest
 from holdfast.evaluation.results import TaskResult
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore
+from holdfast_lab.chaos.sample_run import WORDS
 from holdfast_platform.registry.gate import bootstrap
 from holdfast_platform.registry.registry import State, StoreRegistry
 from tests.support import s3
-from tests.support.commands import WORDS, Outcome, here, within, write_run_file
+from tests.support.commands import Outcome, here, within, write_run_file
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from holdfast_lab.chaos.sample_run import WORDS
 from holdfast_platform.serve.arms import Arms, Drift
 from holdfast_platform.serve.server import REQUEST
 from tests.support.borders import unknown_entries
-from tests.support.commands import WORDS, here, start, within, write_run_file
+from tests.support.commands import here, start, within, write_run_file
 from tests.support.ranks import wait_until
 
 

@@ -35,6 +35,7 @@ def full_corpus(folder: Path) -> dict[str, Any]:
     (folder / "quiz.txt").write_text(page(5))
     return {
         "sources": sources,
+        "processes": 1,
         "tokenizer": {"vocab_size": 300, "sample_bytes": 20_000},
         "shard_tokens": 2000,
         "sequence_length": 16,

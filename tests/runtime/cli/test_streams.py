@@ -14,6 +14,8 @@ import pytest
 from holdfast.api import progress
 from holdfast.api.progress import LongWork
 from holdfast.cli.main import main
+from holdfast.errors import UserError
+from holdfast.show.output import check_target
 from holdfast_lab.commands import trace
 from tests.support.ranks import wait_until
 
@@ -208,3 +210,9 @@ def test_a_mere_warning_ends_nothing() -> None:
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
     before = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert _signalled(signal.SIGHUP, before).returncode == 0
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="named pipe"):
+        check_target(tmp_path / "pipe", "--to")

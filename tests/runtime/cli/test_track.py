@@ -157,13 +157,13 @@ def test_the_place_of_a_trackers_key_is_the_one_of_the_run_file(
 )
 def test_what_is_refused(tmp_path: Path, listen: str, memory: str, sentence: str) -> None:
     secret = secret_file(tmp_path)
-    apart("stage", "--listen", listen, "--secret", secret, "--memory", memory).refuses(sentence)
+    within("stage", "--listen", listen, "--secret", secret, "--memory", memory).refuses(sentence)
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     secret = secret_file(tmp_path)
     secret.chmod(0o644)
-    done = apart("stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.01")
+    done = within("stage", "--listen", "127.0.0.1:0", "--secret", secret, "--memory", "0.01")
     done.refuses("other users of this machine can read the run's secret")
     assert secret.read_text() not in done.err
 

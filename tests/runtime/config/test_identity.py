@@ -196,11 +196,12 @@ def test_what_may_change_in_place_is_no_part_of_the_identity_and_all_else_is() -
     parts = (
         "data.mix.",
         "data.stages.",
+        "data.features.",
         "model.",
         "rollout.rewards.*.",
         "rollout.prompts.*.",
     )  # of later keys that are lists
-    later = {f"data.sources.*.{name}" for name in ("rows", "bad_rows", "at_end", "passes")}
+    later = {f"data.sources.*.{name}" for name in ("rows", "bad_rows", "at_end", "passes", "media")}
     assert {key for key in missing if not key.startswith(parts)} == later
     assert SCHEDULE_STEPS in decisive
 

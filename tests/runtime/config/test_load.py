@@ -162,6 +162,7 @@ def test_all_mistakes_come_at_once() -> None:
         ("train.optimizer=adamw", "did you mean train.optimizer.name=adamw?"),
         ("data.sources[0].kind=text", "did you mean data.sources.0.kind?"),
         ("name=my first run", "use my-first-run"),
+        ("task.hidden=3", "unknown key task.hidden; write task.args.hidden"),
     ],
 )
 def test_refusals_of_the_command_line_say_so(override: str, words: str) -> None:

@@ -311,7 +311,10 @@ def test_passes_over_each_source(tmp_path: Path) -> None:
     sizes = [-(-(s.tokens - 1) // 16) for s in dataset.streams("train")]
     assert f"a {300 / sizes[0]:.2f} passes, b {100 / sizes[1]:.2f} passes" in line
     steps = 31 * sum(sizes) // 8
-    _, warning, *_ = describe_use(dataset, config, train_config(batch_size=8, steps=steps))
+    _, warning, decay, *_ = describe_use(dataset, config, train_config(batch_size=8, steps=steps))
+    assert "31 passes with train.optimizer.weight_decay 0.1" in decay
+    more = train_config(batch_size=8, steps=steps, optimizer={"weight_decay": 0.8})
+    assert not any("weight_decay" in line for line in describe_use(dataset, config, more))
     has = dataset.counts("train")["tokens"]
     assert f"{has:,} tokens, and the run trains on {steps * 8 * 16:,}: it repeats" in warning
 

@@ -322,6 +322,7 @@ def stages_with_files(folder: Path) -> list[dict[str, Any]]:
         {"kind": "function", "function": f"{folder}/own.py:tidy"},
         {"kind": "contamination", "texts": [{"path": f"{folder}/quiz.txt"}], "ngram_words": 8},
         {"kind": "perplexity", "texts": [{"path": f"{folder}/good.txt"}], "max_perplexity": 200},
+        {"kind": "score", "texts": [{"path": f"{folder}/good.txt"}]},
     ]
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from holdfast.errors import ModelFolderError
 from holdfast.export.gguf import GGUF_CONFIG, write_gguf
+from holdfast_lab.chaos.sample_run import WORDS
 from tests.support.borders import unknown_entries
-from tests.support.commands import WORDS, within, write_run_file
+from tests.support.commands import within, write_run_file
 
 
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:

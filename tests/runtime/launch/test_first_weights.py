@@ -126,6 +126,9 @@ def test_init_writes_a_file_that_tunes_at_once(
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     within("init", path, "--from", base, "--chat", pairs).refuses("--preferences")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a"}\n')
+    within("init", path, "--from", base, "--chat", texts).refuses("the first row has text")
     within("init", path, "--from", base, "--chat", rows).succeeds()
     folders = f"data.folder={tmp_path / 'data'}", f"folder={tmp_path / 'run'}", "layout.workers=1"
     done = within("train", path, *folders, "train.epochs=0.5").succeeds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from holdfast.config.loading.load import load_config
 from holdfast.config.sections.governance import GovernanceConfig
 from holdfast.errors import ConfigError
+from holdfast.export.pruned import PruneRequest, prune
 from holdfast.launch.start.regions import (
+    note_regions,
     refuse_copy_elsewhere,
     refuse_other_regions,
     refuse_region,
@@ -86,6 +89,29 @@ def test_a_copy_elsewhere_is_refused(
     monkeypatch.setenv("HOLDFAST_ZONE", "eu-west-1b")
     for inside in ("copies", "s3://b/copies?region=eu-west-1"):
         refuse_copy_elsewhere(rules, inside, "--to")
+
+
+def test_a_pruned_copy_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    note_regions(tmp_path, GovernanceConfig(regions=("eu-west-1",)))
+    monkeypatch.setenv("HOLDFAST_ZONE", "us-east-1a")
+    request = PruneRequest(tmp_path, tmp_path / "to", "magnitude", 0.5, "", 0, None, 1)
+    with pytest.raises(ConfigError, match="this machine lies in us-east-1a"):
+        prune(request, print)
 
 
 def test_a_cloud_is_asked_for_machines_inside_alone() -> None:

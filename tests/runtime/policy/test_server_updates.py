@@ -15,7 +15,7 @@ from holdfast.policy.server_updates import (
     UpdateRule,
     adapt,
     rate_factor,
-    stale_rate_factor,
+    stale_part,
     straggling_of,
 )
 
@@ -84,9 +84,10 @@ def test_rates_follow_the_microbatches_that_a_gradient_counts_as() -> None:
     assert rate_factor("linear", 8, 2) == 4
     assert rate_factor("sqrt", 8, 2) == 2
     assert rate_factor("none", 8, 2) == 1
-    assert stale_rate_factor("linear", 0, 4) == 1 / 4, "one of the four of an update"
-    assert stale_rate_factor("linear", 7, 4) == 1 / 8
-    assert stale_rate_factor("sqrt", 15, 1) == 1 / 4
+    assert rate_factor("linear", 1, 4) == 1 / 4, "one of the four of an update"
+    assert stale_part("linear", 3, 4) == 1, "no more than the gradients of an update"
+    assert stale_part("linear", 7, 4) == 1 / 2
+    assert stale_part("sqrt", 3, 4) == 1 / 4
 
 
 def test_an_update_grows_when_the_noise_is_as_large() -> None:

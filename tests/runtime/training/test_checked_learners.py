@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from holdfast.core.seeds import key_seed
+from holdfast.errors import MismatchError
 from holdfast.events import ChangeLeftOut, Event, LearnerChecked
-from holdfast.parallel.outer.trust import choose_checkers, draw_checks, find_outliers
+from holdfast.parallel.outer.trust import Verdict, choose_checkers, draw_checks, find_outliers
 from holdfast.training.engine.checked_learners import CheckedLearners
 from holdfast.training.engine.engine import StepEngine
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import engine, feed, one_step, tiny
 
@@ -35,7 +37,7 @@ def _weights(made: StepEngine) -> str:
 
 
 def _rounds(
-    rank: RankContext, changes: dict[str, Any], cheat: str = "", cheater: int = 1
+    rank: RankContext, changes: dict[str, Any], cheat: str = "", cheater: int = 1, liar: int = -1
 ) -> tuple[str, Told]:
     """Train ROUNDS rounds; the hash of the weights, and all events of this rank."""
     config = tiny(**OUTER | changes)
@@ -46,6 +48,10 @@ def _rounds(
         learners.fetch = lambda step, leaf: feed(step, leaf, size)
         if cheat and rank.rank == cheater:
             _cheat(learners, cheat)
+        if rank.rank == liar:
+            honest = learners._recompute
+            lying: Any = lambda *which: (honest(*which), Verdict.DIFFERS)[1]  # noqa: E731
+            learners._recompute = lying  # type: ignore[method-assign]
     for step in range(1, ROUNDS + 1):
         one_step(made, step)
         events += [] if learners is None else _told(learners.events())
@@ -95,7 +101,7 @@ def _of(events: list[Told], kind: type[Event]) -> list[Any]:
     return [event for event in found if event.of == kind.__name__]
 
 
-@pytest.mark.parametrize("codec", ["none", "int2"])
+@pytest.mark.parametrize("codec", [in_campaign("none"), "int2"])
 def test_checks_of_honest_ranks_change_no_bit_and_name_none(codec: str) -> None:
     changes = {"outer__codec": {"name": codec}}
     (plain,) = rank_values(_rounds, 1, {"changes": changes})
@@ -108,7 +114,9 @@ def test_checks_of_honest_ranks_change_no_bit_and_name_none(codec: str) -> None:
     assert not _of(events, ChangeLeftOut)
 
 
-@pytest.mark.parametrize("cheat", ["no work", "one bit", "sign x 10", "NaN", "state"])
+@pytest.mark.parametrize(
+    "cheat", [*map(in_campaign, ("no work", "sign x 10")), "one bit", "NaN", "state"]
+)
 def test_a_check_names_each_cheat_and_the_rest_stay_equal(cheat: str) -> None:
     changes = {"outer__trust": {"checks": 1.0}}
     found = rank_values(_rounds, 2, {"changes": changes, "cheat": cheat})
@@ -119,6 +127,46 @@ def test_a_check_names_each_cheat_and_the_rest_stay_equal(cheat: str) -> None:
     assert sorted((event.step, event.learner) for event in out) == due
     assert {event.rank for event in out} == {1}
     assert max(event.count for event in out) == len(due) // 2
+
+
+def test_a_third_rank_overrules_a_checker_that_lies() -> None:
+    changes: dict[str, Any] = {"outer__codec": {"name": "int2"}}
+    (plain,) = rank_values(_rounds, 1, {"changes": changes})
+    trust = {"outer__trust": {"checks": 1.0}}
+    found = rank_values(_rounds, 3, {"changes": changes | trust, "liar": 2})
+    assert {weights for weights, _ in found} == {plain[0]}
+    events = [events for _, events in found]
+    assert not _of(events, ChangeLeftOut)
+    wrong = [e for e in _of(events, LearnerChecked) if e.verdict == "differs"]
+    right = [e for e in _of(events, LearnerChecked) if e.overruled]
+    assert wrong
+    assert {e.checker for e in wrong} == {2}
+    assert [(e.step, e.learner) for e in right] == [(e.step, e.learner) for e in wrong]
+    assert all(e.verdict == "equal" and e.overruled == [2] for e in right)
+
+
+def _mismatch(rank: RankContext) -> str:
+    try:
+        _rounds(rank, {"outer__trust": {"checks": 1.0, "on_mismatch": "stop"}}, "one bit")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mismatch_stops_all_ranks_and_names_two() -> None:
+    for text in rank_values(_mismatch, 2):
+        assert "round 1: rank 1 (node) computed learner 2 otherwise than rank 0" in text
+
+
+def test_a_change_that_makes_other_samples_worse_is_left_out() -> None:
+    schedule = {"kind": "constant", "warmup_steps": 0}
+    changes = {"outer__trust": {"held_out": 0.003}, "train__schedule": schedule}
+    found = rank_values(_rounds, 2, {"changes": changes, "cheat": "sign x 10"})
+    out = _of([events for _, events in found], ChangeLeftOut)
+    assert [(e.step, e.learner, e.rank) for e in out] == [
+        (step, learner, 1) for step in range(1, ROUNDS + 1) for learner in (2, 3)
+    ]
+    assert len({weights for weights, _ in found}) == 1
 
 
 @pytest.mark.parametrize(

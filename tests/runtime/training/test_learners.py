@@ -18,6 +18,7 @@ from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.free_learners import FreeLearnerExecutor
 from holdfast.training.engine.learners import LearnerExecutor
+from tests.support.marks import in_campaign
 from tests.support.ranks import RankContext, rank_values, wait_until
 from tests.support.tiny_training import Fed, engine, feed, one_step, tiny, train
 
@@ -49,19 +50,19 @@ def _rounds(rank: RankContext, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"outer": LEARNERS},
+        in_campaign({"outer": LEARNERS}),
         {
             "outer": LEARNERS | {"average": "token_weighted", "optimizer": {"name": "sgd"}},
             "train__precision": "bf16",
         },
         {"outer": LEARNERS, "train__optimizer": {"name": "muon", "clip_norm": 0.05}},
-        {"outer": LEARNERS | {"codec": {"name": "int4"}}},
+        in_campaign({"outer": LEARNERS | {"codec": {"name": "int4"}}}),
         {"outer": LEARNERS | {"average": "median"}},
         {"outer": LEARNERS | {"codec": {"name": "powersgd", "rank": 2}}},
         {"outer": LEARNERS | {"average": "rda", "codec": {"name": "int2"}}},
         {"outer": LEARNERS | {"codec": {"name": "topk", "share": 0.1}}},
-        {"outer": LEARNERS | FRAGMENTS},
-        {"outer": LEARNERS | {"overlap_steps": 1}},
+        in_campaign({"outer": LEARNERS | FRAGMENTS}),
+        in_campaign({"outer": LEARNERS | {"overlap_steps": 1}}),
         {
             "outer": LEARNERS | FRAGMENTS | OVERLAP | {"codec": {"name": "int4"}, "average": "rda"},
             "train__precision": "bf16",

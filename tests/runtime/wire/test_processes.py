@@ -58,7 +58,7 @@ def test_a_program_that_uses_the_package_keeps_its_title(monkeypatch: pytest.Mon
 
 PROGRAM = """\
 import atexit, sys
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 
 class Said:
     def __init__(self, word):
@@ -67,7 +67,7 @@ class Said:
         print(self.word)
 
 if {spared}:
-    skip_last_collection()
+    skip_collections()
 atexit.register(print, "registered")
 held = Said("held")
 log = open(sys.argv[1], "w")

@@ -41,7 +41,7 @@ from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.wire import agent_watch, lifeline, process_log
 from holdfast.wire.http.auth import AuthError, Verifier
 from holdfast.wire.http.refusals import MOVER, Refusals
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 from holdfast.wire.process_title import set_process_title
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
@@ -295,7 +295,7 @@ def _forward_sigterm(stop_fd: int) -> None:
 
 
 def main() -> None:
-    skip_last_collection()
+    skip_collections()
     lifeline.ignore_agent_signals(signal.SIGTERM)
     own = hasattr(signal, "sigwaitinfo")  # not on macOS
     if own:

@@ -371,6 +371,8 @@ def suggest_key(path: tuple[str | int, ...]) -> str:
         meant = (*path[:-1], near)
         meant = (*meant, *rest) if field_at((*meant, *rest)) is not None else meant
         return f"did you mean {'.'.join(map(str, meant))}?"
+    if not rest and path[0] == "task":  # an argument of the class
+        return f"write {'.'.join(map(str, (*path[:-1], 'args', last)))}"
     last = str(rest[-1]) if rest else last
     if last.lower() in _ELSEWHERE:
         return f"did you mean {_ELSEWHERE[last.lower()]}?"

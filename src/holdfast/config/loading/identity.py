@@ -74,7 +74,7 @@ LATER_KEYS = frozenset(
         ),
         "outer.codec": ("error_feedback", "name", "rank", "share"),
         "outer.free": ("discount", "grace_seconds", "late", "quorum"),
-        "outer.trust": ("checks", "direction", "limit", "norm"),
+        "outer.trust": ("checks", "direction", "held_out", "limit", "norm"),
         "outer.optimizer": ("learning_rate", "momentum", "name"),
         "server": (
             *("max_update_microbatches", "mode", "noise_decay", "rate_scaling", "staleness"),
@@ -152,7 +152,7 @@ def decisive_values(dumped: Mapping[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in everything.items()
         if key not in DATASET_KEYS
-        and not key.startswith("data.stages.")
+        and not key.startswith(("data.stages.", "data.features."))
         and change_of(key) is not Change.IN_PLACE
         and not (_is_later(key) and value == _later_default(key))
     }
@@ -175,7 +175,7 @@ def values_alike_on_all_nodes(dumped: Mapping[str, Any]) -> dict[str, Any]:
 def _is_later(key: str) -> bool:
     return key in LATER_KEYS or (
         key.startswith("data.sources.")
-        and key.endswith((".rows", ".bad_rows", ".at_end", ".passes"))
+        and key.endswith((".rows", ".bad_rows", ".at_end", ".passes", ".media"))
     )
 
 

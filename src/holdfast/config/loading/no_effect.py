@@ -13,6 +13,7 @@ from math import lcm
 from holdfast.config.loading.fields import as_path, field_at, value_at
 from holdfast.config.loading.identity import SCHEDULE_STEPS
 from holdfast.config.loading.load import LoadedConfig
+from holdfast.config.sections.features import USED_KEYS
 from holdfast.config.sections.logging import MlflowConfig, WandbConfig
 from holdfast.config.sections.memory import DEVICE, FILE, MOVABLE
 from holdfast.config.sections.server import ParameterServerConfig
@@ -273,6 +274,7 @@ def _of_learners(loaded: LoadedConfig) -> Iterator[Rule]:
     yield "outer.codec.share", codec.name != "topk", f"outer.codec.name {codec.name}"
     yield "outer.codec.rank", codec.name != "powersgd", f"outer.codec.name {codec.name}"
     yield "outer.codec.error_feedback", not codec.is_on, "outer.codec.name none"
+    yield "outer.trust.on_mismatch", not outer.trust.checks, "outer.trust.checks 0"
     yield "outer.trust.limit", not outer.trust.is_on, "no other key of outer.trust"
     yield "outer.overlap_alpha", not outer.overlap_steps, "outer.overlap_steps 0"
     yield "outer.faulty", not outer.counts_faulty, f"outer.average {outer.average}"
@@ -341,6 +343,12 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
     rules += [
         (f"data.chat.{name}", not data.has_chat, "no chat data") for name in type(chat).model_fields
     ]
+    kind = data.features.kind
+    rules += [
+        (f"data.features.{name}", name not in USED_KEYS[kind], f"data.features.kind {kind}")
+        for name in type(data.features).model_fields
+        if name != "kind"
+    ]
     lora = type(config.lora).model_fields
     rules += [(f"lora.{n}", not config.lora.rank, "lora.rank 0") for n in lora if n != "rank"]
     rules += [*_of_learners(loaded), *_of_servers(config.server)]
@@ -357,6 +365,8 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
             (f"{key}.field", source.rows in ("instruction", "prompt"), f"rows {source.rows}"),
             (f"{key}.split", source.kind != "huggingface", f"kind {source.kind}"),
             (f"{key}.path", source.kind == "python-stdlib", f"kind {source.kind}"),
+            (f"{key}.media", not data.features.is_on, "data.features.kind none"),
+            (f"{key}.media", source.kind == "files", f"kind {source.kind}"),
         ]
     if len(data.sources) == 1:
         rules.append(("data.sources.0.weight", True, "one source"))

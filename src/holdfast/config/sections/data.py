@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from holdfast.config.sections.base import Branch, InPlace, Section
+from holdfast.config.sections.features import MEDIA_KINDS, FeaturesConfig
 from holdfast.config.sections.stages import JOINS, StageConfig
 
 CHAT_KINDS = ("jsonl", "parquet", "huggingface")
@@ -43,6 +44,7 @@ class SourceConfig(Section):
         "warc",
         "lance",
         "megatron",
+        "files",
     ] = "python-stdlib"
     """python-stdlib: this Python's own library, without its tests; the other kinds:
     docs/guide/data.md"""
@@ -50,6 +52,9 @@ class SourceConfig(Section):
     path: str | None = None
     """file, folder or glob; huggingface: folder or dataset's name"""
     field: str = Field("text", description="field of JSON, or column, that holds the text")
+    media: str = ""
+    """column, or ending in tar files, of the image or recording; empty: image or audio, and in tar
+    files any known ending"""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """skip: a row or file that cannot be read is left out, counted, and named in skipped.txt
     of the dataset's folder"""
@@ -200,6 +205,7 @@ class DataConfig(Section):
     stages: tuple[StageConfig, ...] = ()
     """what is left out of the sources, and changed in them, in this order
     (docs/guide/data-stages.md)"""
+    features: FeaturesConfig = FeaturesConfig()
     max_document_bytes: int = Field(16 * 2**20, ge=1)
     """a longer file or line is an error that names it"""
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
@@ -217,6 +223,7 @@ class DataConfig(Section):
     def broken_rules(self) -> Iterator[str]:
         yield from self._broken_stages()
         yield from self._broken_mix()
+        yield from self._broken_features()
         for index, source in enumerate(self.sources):
             if source.kind == "megatron" and self.tokenizer.path is None:
                 yield (
@@ -267,6 +274,41 @@ class DataConfig(Section):
                     f"mix.{index}.weights have too many digits: use whole numbers with a sum of at "
                     f"most {MAX_EXACT_BLOCK}"
                 )
+
+    def _broken_features(self) -> Iterator[str]:
+        for index, source in enumerate(self.sources):
+            if not self.features.is_on:
+                if source.kind == "files":
+                    yield (
+                        f"sources.{index}.kind files reads images and recordings: use "
+                        "features.kind: patches, or log_mel; or kind: text"
+                    )
+                continue
+            if source.kind not in MEDIA_KINDS:
+                yield (
+                    f"sources.{index}.kind {source.kind} has no images and no recordings for "
+                    f"features.kind {self.features.kind}: use {', '.join(MEDIA_KINDS)}"
+                )
+            if source.is_chat:
+                yield (
+                    f"sources.{index}.rows {source.rows} has texts alone, and features.kind is "
+                    f"{self.features.kind}: use rows: text"
+                )
+        if self.features.is_on and self.stages:
+            yield (
+                f"stages judges texts, and features.kind {self.features.kind} would lose its "
+                "images and recordings: remove it"
+            )
+        if self.features.is_on and self.curriculum.by != "none":
+            yield (
+                f"curriculum.by {self.curriculum.by} orders texts, and features.kind is "
+                f"{self.features.kind}: remove it"
+            )
+        if self.features.is_on and self.attention != "full":
+            yield (
+                f"attention {self.attention} has no effect, as a sample of features.kind "
+                f"{self.features.kind} is one document: remove it"
+            )
 
     def _broken_stages(self) -> Iterator[str]:
         names = [source.mix_name for source in self.sources]

@@ -204,6 +204,8 @@ class OuterConfig(Section):
             )
         if self.is_free and self.fragments > 1:
             yield f"fragments {self.fragments} have not been built for mode free: use fragments 1"
+        if self.learners == 1 and self.trust.held_out:
+            yield "trust.held_out takes samples of another learner: use learners 2, or held_out 0"
         if self.is_on and self.trust.is_on and self.average == "token_weighted":
             yield "average token_weighted does not leave out changes: use average mean, or no trust"
         if self.fragments > 1:

@@ -8,6 +8,7 @@ from typing import Any
 from xxhash import xxh3_128_intdigest
 
 from holdfast.data.filters.verdict import Stage, Verdict
+from holdfast.data.read.features import MediaText
 
 _WORD = re.compile(r"\S+")
 
@@ -62,7 +63,10 @@ def document_name(high: int, low: int) -> str:
 
 
 def hash_document(text: str) -> tuple[int, int, int]:
-    """Two halves of a document's hash, and its bytes; all 0 for an empty one."""
+    """Two halves of a document's hash, and its bytes; all 0 for an empty one. Raises DataError for
+    an image or a recording that cannot be decoded and is not left out."""
+    if isinstance(text, MediaText):
+        return text.hash()
     lead, length = 0, len(text)
     while lead < length and text[lead].isspace():
         lead += 1

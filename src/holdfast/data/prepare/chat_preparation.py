@@ -23,6 +23,7 @@ from holdfast.data.stages.unit_tasks import SPLITS, read_chat_counts, read_token
 from holdfast.data.stream.dataset import (
     FORMAT,
     FORMAT_OF_PREFERENCES,
+    FORMAT_OF_SCORES,
     FORMAT_OF_STAGES,
     FORMAT_OF_WEIGHTS,
 )
@@ -50,6 +51,7 @@ class ChatPreparation:
     def __init__(self, config: DataConfig):
         self.format = read_chat_format(config)
         self.has_preferences, self.has_stages = config.has_preferences, bool(config.stages)
+        self.has_features = config.features.is_on
         self.has_scores = any(stage.kind == "score" for stage in config.stages)
         self.stop: dict[str, int] = {}
         if self.format is not None:
@@ -60,8 +62,14 @@ class ChatPreparation:
     @property
     def dataset_format(self) -> int:
         """A dataset of texts without stages, or without weights, can be read by older programs."""
+        if self.has_features:
+            return FORMAT
         if self.format is None:
-            return (FORMAT if self.has_scores else FORMAT_OF_STAGES) if self.has_stages else 1
+            return (
+                (FORMAT_OF_SCORES if self.has_scores else FORMAT_OF_STAGES)
+                if self.has_stages
+                else 1
+            )
         if self.has_preferences:
             return FORMAT_OF_PREFERENCES
         return FORMAT_OF_WEIGHTS if self.format.weights else FORMAT_OF_WEIGHTS - 1

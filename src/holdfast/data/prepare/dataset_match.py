@@ -30,6 +30,7 @@ from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import ChatFormat
 from holdfast.data.read.chat_format import chat_settings, read_chat_format
 from holdfast.data.read.chat_templates import TOOL_USE
+from holdfast.data.read.features import FeatureFormat
 from holdfast.data.read.files import checksum, file_checksum
 from holdfast.data.read.source_files import TOKEN_KIND
 from holdfast.data.read.sources import plan_source, read_unit, source_files, source_names
@@ -65,6 +66,7 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
             {"kind": s.kind, "name": n, "path": None, "field": s.field, "split": s.split}
             | ({"rows": s.rows} if s.is_chat else {})
             | ({"skips_above": config.max_document_bytes} if s.bad_rows == "skip" else {})
+            | ({"media": s.media} if s.media else {})
             for s, n in zip(config.sources, names, strict=True)
         ],
         "tokenizer": tokenizer,
@@ -76,6 +78,8 @@ def content_settings(config: DataConfig) -> dict[str, Any]:
         settings["chat"] = chat_settings(chat)
     if config.stages:
         settings["stages"] = stage_recipes(config)
+    if (features := FeatureFormat.of(config.features)) is not None:
+        settings["features"] = features.settings()
     return settings
 
 
@@ -143,6 +147,7 @@ def check_settings_match(
         ("validation_fraction", made["validation_fraction"]),
         ("deduplicate", made.get("deduplicate", True)),
         ("chat", made.get("chat", True)),
+        ("features", made.get("features", True)),
     ):
         if key == "tokenizer" and config.tokenizer.place is not None:
             continue
@@ -233,7 +238,8 @@ def _holds_the_same(
         return False
     rows = array("Q")
     try:
-        for unit in plan_source(source, index, 0, chat, config.tokenizer.place).units:
+        tokenizer, features = config.tokenizer.place, FeatureFormat.of(config.features)
+        for unit in plan_source(source, index, 0, chat, tokenizer, features).units:
             for text in read_unit(unit, limit, xxh3_128()):
                 rows.extend(hash_document(text))
     except DataError:

@@ -45,6 +45,7 @@ from holdfast.data.prepare.remote_sources import fetch_source, fetch_sources
 from holdfast.data.prepare.stage_recipes import StagePreparation
 from holdfast.data.read import vocabulary
 from holdfast.data.read.chat_documents import RowDocuments
+from holdfast.data.read.features import FeatureFormat
 from holdfast.data.read.files import canonical_json, checksum, explain_os_errors, write_atomic
 from holdfast.data.read.preference_rows import DOCUMENTS
 from holdfast.data.read.sources import SourcePlan, Unit, plan_source, read_unit
@@ -322,7 +323,8 @@ class _Preparation:
         for index, source in enumerate(sources):
             first = sum(len(p.units) for p in plans)
             given = self.config.tokenizer.place
-            plans.append(plan_source(source, index, first, self.chat.format, given))
+            features = FeatureFormat.of(self.config.features)
+            plans.append(plan_source(source, index, first, self.chat.format, given, features))
         return plans
 
     def _processes(self) -> int:
@@ -541,7 +543,7 @@ class _Preparation:
             "splits": splits,
             "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
             "baselines": None
-            if self.chat.format is not None
+            if self.chat.format is not None or self.config.features.is_on
             else _baselines(self.folder, shards, splits, known),
         } | self.chat.store_template(self.folder)
         content |= self.stages.write_removed(self.folder, self.plans, found, choice)

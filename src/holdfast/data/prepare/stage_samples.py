@@ -29,6 +29,7 @@ from holdfast.data.filters.shingles import signature
 from holdfast.data.prepare.remote_sources import fetch_sources
 from holdfast.data.prepare.stage_files import ready_stages
 from holdfast.data.prepare.stage_recipes import stage_recipes
+from holdfast.data.read.features import FeatureFormat
 from holdfast.data.read.sources import plan_source, read_unit
 from holdfast.data.stages.importance import Features, features, read_target, select_documents
 from holdfast.data.stages.near_duplicates import find_near_duplicates
@@ -133,7 +134,8 @@ def sample_sources(config: DataConfig, documents: int, examples: int) -> list[So
 
 def _texts_of(config: DataConfig, index: int, documents: int) -> tuple[str, list[str]]:
     """Return the name of a source, and some of its documents that are not empty."""
-    plan = plan_source(config.sources[index], index, 0, tokenizer=config.tokenizer.place)
+    tokenizer, features = config.tokenizer.place, FeatureFormat.of(config.features)
+    plan = plan_source(config.sources[index], index, 0, None, tokenizer, features)
     if plan.refused:
         raise plan.refused[0]
     count = min(SAMPLED_UNITS, len(plan.units), documents)

@@ -357,6 +357,14 @@ def read_records(
         yield take(_without_nulls(value), place)
 
 
+def read_cells(
+    kind: str, path: str, start: int, stop: int, columns: Sequence[str]
+) -> Iterator[tuple[str, list[Any]]]:
+    """(place, cells of these columns) of row groups (Parquet) or of a file (Arrow)."""
+    for cells in zip(*(_rows(kind, path, start, stop, c, "") for c in columns), strict=True):
+        yield cells[0][0], [cell for _, cell in cells]
+
+
 def _without_nulls(value: Any) -> Any:
     """A cell without the keys that a table fills in because other rows have them."""
     if isinstance(value, dict):
@@ -375,19 +383,22 @@ def _rows(
     return _huggingface_rows(path, start, stop, column, split)
 
 
+def plain_cell(value: Any, place: str) -> Any:
+    """A cell as a value of Python. Raises DataError for a text that is not UTF-8."""
+    try:
+        return value.as_py() if hasattr(value, "as_py") else value
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"byte 0x{error.object[error.start]:02x} at offset {error.start} of the text is "
+            "not UTF-8",
+            where=place,
+            remedy="convert the column to UTF-8, or leave the row out",
+        ) from None
+
+
 def _as_text(value: Any, column: str, place: str) -> str | None:
     """A cell's text; None for an empty cell."""
-    found = value
-    if hasattr(value, "as_py"):
-        try:
-            found = value.as_py()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"byte 0x{error.object[error.start]:02x} at offset {error.start} of the text is "
-                "not UTF-8",
-                where=place,
-                remedy="convert the column to UTF-8, or leave the row out",
-            ) from None
+    found = plain_cell(value, place)
     if found is None or isinstance(found, str):
         return found
     raise DataError(

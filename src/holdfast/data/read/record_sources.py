@@ -18,7 +18,7 @@ import hashlib
 import os
 import struct
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -167,6 +167,25 @@ def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
 # --- WebDataset -----------------------------------------------------------------------------
 def _webdataset(path: str, field: str, limit: int) -> Records:
     ending = "txt" if field == DEFAULT_FIELD else field
+    for where, endings in read_samples(path, lambda found: found == ending, limit):
+        if ending in endings:
+            yield f"{where}.{ending}", endings[ending]
+            continue
+        yield (
+            where,
+            DataError(
+                f"the sample has no file .{ending}, only {sorted(endings)}",
+                where=where,
+                remedy=nearest_column(ending, sorted(endings)),
+            ),
+        )
+
+
+def read_samples(
+    path: str, is_wanted: Callable[[str], bool], limit: int
+) -> Iterator[tuple[str, dict[str, bytes | DataError]]]:
+    """Yield the place of each sample of a tar file, and its files by their endings. Files whose
+    ending is not wanted are not read, and b"". Raises DataError."""
     with open_packed(path) as file:
         try:
             archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115
@@ -182,10 +201,10 @@ def _webdataset(path: str, field: str, limit: int) -> Records:
                 stem, _, rest = base.partition(".")
                 key = f"{folder}/{stem}"
                 if key != name and endings:
-                    yield _of_sample(path, name, endings, ending)
+                    yield f"{path}, {name.lstrip('/')}", endings
                     endings = {}
                 name, where = key, f"{path}, {member.name}"
-                if rest != ending:
+                if not is_wanted(rest):
                     endings[rest] = b""
                 elif member.size > limit:
                     endings[rest] = too_long_error(where, limit, "the file is longer than")
@@ -201,20 +220,7 @@ def _webdataset(path: str, field: str, limit: int) -> Records:
         if at_end.count(0) != len(at_end) or len(at_end) < tarfile.BLOCKSIZE:
             raise _damaged("no end of the tar file", f"{path}, after {name.lstrip('/')}")
         if endings:
-            yield _of_sample(path, name, endings, ending)
-
-
-def _of_sample(
-    path: str, name: str, endings: dict[str, bytes | DataError], ending: str
-) -> tuple[str, bytes | DataError]:
-    where = f"{path}, {name.lstrip('/')}"
-    if ending in endings:
-        return f"{where}.{ending}", endings[ending]
-    return where, DataError(
-        f"the sample has no file .{ending}, only {sorted(endings)}",
-        where=where,
-        remedy=nearest_column(ending, sorted(endings)),
-    )
+            yield f"{path}, {name.lstrip('/')}", endings
 
 
 # --- MDS ------------------------------------------------------------------------------------

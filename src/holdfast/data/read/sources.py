@@ -22,10 +22,17 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_128
 
 from holdfast.core.json_parsing import JsonMessage
-from holdfast.data.read import columnar_sources, record_sources, text_sources, token_sources
+from holdfast.data.read import (
+    columnar_sources,
+    media_sources,
+    record_sources,
+    text_sources,
+    token_sources,
+)
 from holdfast.data.read.chat_borders import ChatNotes
 from holdfast.data.read.chat_documents import ChatFormat, ChatReader
 from holdfast.data.read.containers import empty_error, is_compressed, read_head
+from holdfast.data.read.features import FeatureFormat, MediaText
 from holdfast.data.read.preference_rows import FORMS, field_of
 from holdfast.data.read.source_files import TOKEN_KIND, FoundFiles, find_files, unreadable_error
 from holdfast.errors import DataError
@@ -44,11 +51,12 @@ Ranges = list[list[tuple[str, int, int]]]
 class Unit(JsonMessage):
     """Piece `index` of the full preparation; `parts` are (path, start, stop) of its kind.
 
-    kind: text, jsonl, csv, parquet, arrow, huggingface, megatron or one of `record_sources`: how
-    the parts are read. start and stop are bytes for text and JSONL, row groups for Parquet, rows
-    for Hugging Face, documents for Megatron. A stop of 0 is the end of the file. name: of the
+    kind: text, files, jsonl, csv, parquet, arrow, huggingface, megatron or one of `record_sources`:
+    how the parts are read. start and stop are bytes for text and JSONL, row groups for Parquet,
+    rows for Hugging Face, documents for Megatron. A stop of 0 is the end of the file. name: of the
     source. rows, chat: of chat data, its form and how it becomes text. tokenizer: path of the one
-    whose tokens a token shard has.
+    whose tokens a token shard has. media, features: of images and recordings, the column or ending,
+    and how they become numbers.
     """
 
     index: int
@@ -62,6 +70,8 @@ class Unit(JsonMessage):
     chat: ChatFormat | None = None
     skips_bad_rows: bool = False
     tokenizer: str = ""
+    media: str = ""
+    features: FeatureFormat | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -101,15 +111,17 @@ def plan_source(
     first_unit: int,
     chat: ChatFormat | None = None,
     tokenizer: str | None = None,
+    features: FeatureFormat | None = None,
 ) -> SourcePlan:
     """Find a source's files and cut them. `chat`: how a source of chat data becomes text.
-    `tokenizer`: path of the one that is given. Raises DataError when there is nothing to read."""
+    `tokenizer`: path of the one that is given. `features`: of sources of images and recordings.
+    Raises DataError when there is nothing to read."""
     chat = None if config.rows == "text" else chat
     name = config.name or config.kind
     found = FoundFiles()
     refused: list[DataError] = []
     try:
-        kinds = _cut(config, f"data.sources[{index}]", found, refused)
+        kinds = _cut(config, f"data.sources[{index}]", found, refused, features)
     except DataError as error:
         raise named_error(name, error) from None
     units = tuple(
@@ -125,6 +137,8 @@ def plan_source(
             chat,
             config.bad_rows == "skip",
             tokenizer or "" if config.kind == TOKEN_KIND else "",
+            config.media,
+            features,
         )
         for i, (kind, parts) in enumerate(kinds)
     )
@@ -139,12 +153,24 @@ def plan_source(
 
 
 def _cut(
-    config: SourceConfig, where: str, found: FoundFiles, refused: list[DataError]
+    config: SourceConfig,
+    where: str,
+    found: FoundFiles,
+    refused: list[DataError],
+    features: FeatureFormat | None,
 ) -> list[tuple[str, list[tuple[str, int, int]]]]:
     """(kind, parts) of each unit. The files go into `found`, bad ones into `refused`."""
+    columns = _columns(config, features)
     if config.kind == "huggingface":
         path = os.path.expanduser(config.place or "")
         if not os.path.isdir(path):
+            if features is not None:
+                raise DataError(
+                    f"{config.path} is no folder, and a dataset with images or recordings is read "
+                    "from one",
+                    where=f"{where}.path",
+                    remedy="download it, and name its folder",
+                )
             found.files.append((config.path or "", 0))
             of_split = columnar_sources.huggingface_ranges(config.path or "", config.split, where)
             return [("huggingface", parts) for parts in of_split]
@@ -154,10 +180,10 @@ def _cut(
         size = _unit_bytes(found)
         for file, _ in found.files:
             if file.endswith(".parquet"):
-                cut = columnar_sources.parquet_ranges([file], _columns(config), size, refused)
+                cut = columnar_sources.parquet_ranges([file], columns, size, refused)
                 units += [("parquet", parts) for parts in cut]
             else:
-                cut = columnar_sources.arrow_ranges([file], _columns(config), refused)
+                cut = columnar_sources.arrow_ranges([file], columns, refused)
                 units += [("arrow", parts) for parts in cut]
         return units
     every = find_files(config, where)
@@ -183,7 +209,7 @@ def _cut(
         return [("jsonl", parts) for parts in ranges]
     if config.kind == "arrow":
         paths = [path for path, _ in found.files]
-        cut = columnar_sources.arrow_ranges(paths, _columns(config), refused)
+        cut = columnar_sources.arrow_ranges(paths, columns, refused)
         return [("arrow", parts) for parts in cut]
     if config.kind in record_sources.READERS:
         return [(config.kind, [(path, 0, 0)]) for path in _record_files(config, found)]
@@ -194,8 +220,17 @@ def _cut(
         return [("csv", [(path, 0, 0)]) for path, _ in found.files]
     if config.kind == "parquet":
         paths = [path for path, _ in found.files]
-        cut = columnar_sources.parquet_ranges(paths, _columns(config), unit, refused)
+        cut = columnar_sources.parquet_ranges(paths, columns, unit, refused)
         return [("parquet", parts) for parts in cut]
+    if features is not None and config.kind == "files":
+        media_sources.chosen_files(found, config.field, features)
+        if not found.files:
+            raise DataError(
+                f"{config.path} holds no {features.column} ({found.describe_unread()})",
+                where=f"{where}.path",
+                remedy=f"name files that end with one of {', '.join(features.endings)}",
+            )
+        return [("files", parts) for parts in _group_files(found.files, unit)]
     return [("text", parts) for parts in _group_files(found.files, unit)]
 
 
@@ -207,8 +242,10 @@ def _record_files(config: SourceConfig, found: FoundFiles) -> Sequence[str]:
     return record_sources.mds_shards(config.place or "", paths) if config.kind == "mds" else paths
 
 
-def _columns(config: SourceConfig) -> Sequence[str]:
+def _columns(config: SourceConfig, features: FeatureFormat | None) -> Sequence[str]:
     """The columns that a table must have."""
+    if features is not None:
+        return (config.media or features.column, *([config.field] if config.field else []))
     if config.rows == "text":
         return (config.field,)
     return FORMS[config.rows].columns or (field_of(config.rows, config.field),)
@@ -255,7 +292,7 @@ def read_unit(
     document of chat data is spelt as by `RowDocuments.encode`; `notes` counts what is not trained
     on.
     """
-    is_without = unit.kind in ("text", TOKEN_KIND) or unit.is_chat
+    is_without = unit.kind in ("text", TOKEN_KIND) or unit.is_chat or unit.features is not None
     column = "" if is_without else unit.field
     take = text_sources.text_in(unit.field)
     if unit.chat is not None:
@@ -270,10 +307,33 @@ def read_unit(
         assert refused is not None
         refused.append(named_error(unit.name or unit.kind, error, column))
 
+    def leave_undecoded(error: DataError) -> None:
+        """A document that cannot be decoded. Raises its error, unless there is a list for it."""
+        if refused is None:
+            raise named_error(unit.name or unit.kind, error)
+        refused.append(named_error(unit.name or unit.kind, error))
+
     for path, start, stop in unit.parts:
         at = (unit.kind, path, start, stop)
         try:
-            if unit.kind == "jsonl":
+            if unit.features is not None:
+                part = (path, start, stop)
+                found = media_sources.read_media(
+                    unit.kind, part, unit.media, unit.field, unit.features, limit
+                )
+                for one in found:
+                    try:
+                        if isinstance(one, DataError):
+                            raise one
+                        place, content, said = one
+                        text = media_sources.text_of(said, place)
+                    except DataError as error:
+                        leave(error)
+                    else:
+                        seen.update(content)
+                        seen.update(b"%s\0" % text.encode())
+                        yield MediaText(text, content, place, unit.features, leave_undecoded)
+            elif unit.kind == "jsonl":
                 yield from text_sources.json_documents(path, start, stop, take, limit, seen, leave)
             elif unit.kind == "csv":
                 yield from text_sources.csv_documents(path, unit.field, limit, seen)

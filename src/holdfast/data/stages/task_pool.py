@@ -25,7 +25,7 @@ from holdfast.data.stages.unit_tasks import perform_task
 from holdfast.errors import HoldfastError, UserError
 from holdfast.wire import lifeline
 from holdfast.wire.child_command import module_command
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 
 Task = dict[str, Any]
 
@@ -182,7 +182,7 @@ def error_to_json(error: Exception) -> dict[str, Any]:
 
 def main() -> None:
     """Do tasks until standard input ends. Signals are the parent's to handle."""
-    skip_last_collection()
+    skip_collections()
     lifeline.ignore_agent_signals()
     tokenizer_of = _tokenizer_loader()
     for line in sys.stdin:

@@ -11,7 +11,8 @@ units that have none.
               uint16 [n-grams]), and signatures, uint16 [documents, HASHES]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens], and of chat
               data which tokens carry loss, uint8 [tokens]; of rated rows, and of pairs with
-              margins, also values, float32 [documents]
+              margins, also values, float32 [documents]; of images and recordings, features, uint8
+              [documents, bytes]
 
 A scan row of length 0 is an empty document, or one that a stage leaves out.
 """
@@ -32,6 +33,7 @@ from xxhash import xxh3_128
 
 from holdfast.data.filters.chain import Chain, chain_of
 from holdfast.data.filters.plain import hash_document
+from holdfast.data.read.features import MediaText
 from holdfast.data.read.files import READ_BYTES
 from holdfast.data.read.sources import Unit, read_unit, unit_label
 from holdfast.data.read.token_sources import TokenText
@@ -58,23 +60,26 @@ TokenArray = NDArray[np.unsignedinteger[Any]]
 class UnitTokens:
     """Tokens of one unit and split; every document ends with the end token, and begins with the
     begin token if the tokenizer has one. Of chat data a document is what the template makes of it,
-    and `mask` says which tokens carry loss. values: of documents (`chat_tokens.RowTokens`)."""
+    and `mask` says which tokens carry loss. values: of documents (`chat_tokens.RowTokens`).
+    features: the bytes of each document's numbers (`read.features`)."""
 
     lengths: NDArray[np.uint32]
     tokens: TokenArray
     mask: NDArray[np.uint8] | None = None
     values: NDArray[np.float32] | None = None
+    features: NDArray[np.uint8] | None = None
 
     def cut(self, documents: int) -> tuple[UnitTokens, UnitTokens]:
         """The first documents, and the rest."""
         at = int(self.lengths[:documents].sum(dtype=np.int64))
-        mask, values = self.mask, self.values
+        mask, values, features = self.mask, self.values, self.features
         first, rest = (
             UnitTokens(
                 self.lengths[by_document],
                 self.tokens[by_token],
                 None if mask is None else mask[by_token],
                 None if values is None else values[by_document],
+                None if features is None else features[by_document],
             )
             for by_document, by_token in (
                 (slice(documents), slice(at)),
@@ -113,6 +118,11 @@ class _SplitTokens:
         self.chat = ChatCounts()
         self._file = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
         self._masks = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+        self._features = SpooledTemporaryFile(SPOOL_BYTES, dir=str(folder))  # noqa: SIM115
+
+    def add_media(self, ids: list[NDArray[Any]], features: NDArray[Any]) -> None:
+        self.add(ids)
+        self._features.write(features.tobytes())
 
     def add_row(self, row: RowTokens, dtype: str) -> None:
         self.values.extend(row.values)
@@ -129,15 +139,21 @@ class _SplitTokens:
 
     def payload(self) -> Iterator[bytes]:
         yield np.frombuffer(self.lengths, dtype="<u4").tobytes() if self.lengths else b""
-        for file in (self._file, self._masks):
-            file.seek(0)
-            while piece := file.read(READ_BYTES):
-                yield piece
+        yield from _pieces(self._file)
+        yield from _pieces(self._masks)
         yield np.frombuffer(self.values, dtype="<f4").tobytes() if self.values else b""
+        yield from _pieces(self._features)
 
     def close(self) -> None:
         self._file.close()
         self._masks.close()
+        self._features.close()
+
+
+def _pieces(file: Any) -> Iterator[bytes]:
+    file.seek(0)
+    while piece := file.read(READ_BYTES):
+        yield piece
 
 
 def tokenise_unit(
@@ -168,6 +184,8 @@ def tokenise_unit(
         batches = _batches(read_unit(unit, settings.limit, seen), lots, changed, chain, scanned)
         if unit.is_chat:
             ends = _add_chat(batches, tokenizer, settings, splits)
+        elif unit.features is not None:
+            ends = _add_media(batches, tokenizer, settings, splits)
         else:
             kept = None if scores is None else scores[lots != DROP]
             ends = _add_texts(batches, tokenizer, settings, splits, kept)
@@ -181,6 +199,8 @@ def tokenise_unit(
                 header[name]["chat"] = asdict(split.chat)
             if split.values:
                 header[name]["values"] = True
+            if unit.features is not None:
+                header[name]["features"] = unit.features.document_bytes
         write_result(
             out,
             header,
@@ -209,6 +229,25 @@ def _add_texts(
             splits[lot].add(settings.framed(kept))
             if scores is not None:
                 splits[lot].values.append(float(scores[number]))
+    return ends
+
+
+def _add_media(
+    batches: Iterator[list[tuple[int, str]]],
+    tokenizer: Encoder,
+    settings: TokenizeSettings,
+    splits: dict[int, _SplitTokens],
+) -> int:
+    """As `_add_texts`, with the numbers of each document. Its text may be empty."""
+    ends = 0
+    for batch in batches:
+        encoded = encode_documents(iter([batch]), tokenizer)
+        for (lot, pieces), (_, text) in zip(encoded, batch, strict=True):
+            assert isinstance(text, MediaText)
+            ids = np.array([i for piece in pieces for i in piece], dtype=settings.dtype)
+            kept = ids[ids != settings.end]
+            ends += len(ids) - len(kept)
+            splits[lot].add_media(settings.framed([kept]), text.features())
     return ends
 
 
@@ -245,6 +284,7 @@ def read_tokens(path: Path, split: str) -> UnitTokens:
     for name in SPLITS:
         documents, tokens = header[name]["documents"], header[name]["tokens"]
         is_chat, has_values = "chat" in header[name], "values" in header[name]
+        size = header[name].get("features", 0)
         end = at + 4 * documents + dtype.itemsize * tokens
         last = end + (tokens if is_chat else 0)
         if name == split:
@@ -252,8 +292,11 @@ def read_tokens(path: Path, split: str) -> UnitTokens:
             ids = mapped(path, header["dtype"], at + 4 * documents, tokens)
             mask = mapped(path, "<u1", end, tokens) if is_chat else None
             values = mapped(path, "<f4", last, documents) if has_values else None
-            return UnitTokens(lengths, ids, mask, values)
-        at = last + (4 * documents if has_values else 0)
+            features = (
+                mapped(path, "<u1", last, documents * size).reshape(-1, size) if size else None
+            )
+            return UnitTokens(lengths, ids, mask, values, features)
+        at = last + (4 * documents if has_values else 0) + documents * size
     raise KeyError(split)
 
 
@@ -293,7 +336,7 @@ def _batches(
                     remedy="use no clock, no random numbers and no order of a set in it",
                 )
             batch.append((lot, text))
-            held += len(text)
+            held += len(text) + (len(text.content) if isinstance(text, MediaText) else 0)
         if held >= BATCH_CHARACTERS:
             yield batch
             batch, held = [], 0

@@ -45,6 +45,7 @@ from holdfast.core.data.skips import Skips
 from holdfast.core.data.target_weights import add_weights, target_ids, total_weight
 from holdfast.core.weights import shortest
 from holdfast.data.order.baselines import MAX_TOKENS, TokenCounts, bits_per_byte
+from holdfast.data.order.media_samples import MediaSamples
 from holdfast.data.order.packing import PackedSamples
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stream.dataset import Dataset, TokenStream
@@ -63,9 +64,10 @@ from holdfast.data.stream.shards import ShardFile
 from holdfast.errors import DataError
 
 Streams = tuple[TokenStream, ...]
-Packed = tuple[PackedSamples | None, ...]  # for each stream, if it is of chat data
+Packed = tuple[PackedSamples | MediaSamples | None, ...]  # for each stream; None: windows of text
 
 REFERENCE = "reference"  # side tensor: log-probabilities under the reference model
+FEATURES = "features"  # side tensor: numbers of images or recordings [B, rows, values]
 MASKED_TARGET = -100  # torch's cross entropy leaves such targets out
 NO_SIDE: Mapping[str, NDArray[Any]] = {}
 
@@ -138,10 +140,13 @@ class Batches:
         self._has_teacher = record_type(reference) != LOGPS
         has_logps = reference and not self._has_teacher
         self.side_names = tuple(sorted(names | ({REFERENCE} if has_logps else set())))
+        self._features = dataset.manifest["settings"].get("features")
+        self.has_features = bool(self._features)
         self.packed = self._pack(self._streams)
         if self._curriculum.by == "length":
-            for rows in filter(None, self.packed):
-                rows.sort_by_length(self._curriculum.descending)
+            for rows in self.packed:
+                if isinstance(rows, PackedSamples):
+                    rows.sort_by_length(self._curriculum.descending)
         # Sources in the dataset's order. Raises DataError when the names differ.
         by_name = {source.mix_name: source for source in data.sources}
         if set(by_name) != set(dataset.source_names):
@@ -175,6 +180,8 @@ class Batches:
         self._prefetch = None
         if dataset.cache is not None:
             fixed, every = self._fixed_files(), {f for s in self._streams for f in s.files}
+            for stream in self._streams if self._features else ():
+                every.update(stream.feature_files_with(np.arange(stream.documents)))
             count = len(every.union(fixed))
             self._prefetch = Prefetch(dataset.cache, self.files_of, train.steps, fixed, count)
 
@@ -271,8 +278,18 @@ class Batches:
         inputs = np.full(shape, self.dataset.end, dtype=np.int64)
         targets = np.full(shape, MASKED_TARGET, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
-        side = {name: np.zeros(shape, dtype=np.float32) for name in self.side_names}
-        return Microbatch(inputs, targets, documents, [], 0, side)
+        return Microbatch(inputs, targets, documents, [], 0, self._empty_side(samples))
+
+    def _empty_side(self, samples: int) -> dict[str, NDArray[Any]]:
+        """Features are as they are stored, but for float16, which becomes float32."""
+        side: dict[str, NDArray[Any]] = {
+            name: np.zeros((samples, self.sequence_length), np.float32) for name in self.side_names
+        }
+        if self._features:
+            stored = np.dtype(self._features["dtype"])
+            dtype = np.dtype(np.float32) if stored.kind == "f" else stored
+            side[FEATURES] = np.zeros((samples, *self._features["shape"]), dtype)
+        return side
 
     def blank_hash(self, samples: int) -> str:
         """The ledger hash of so many skipped samples."""
@@ -331,7 +348,7 @@ class Batches:
         """Bits per byte of unigram and bigram counts on just the targets of
         `validation(samples)`, to draw next to a curve. None without a validation split, and for
         chat data. Counts the training text: about a second for ten million tokens."""
-        if any(stream.is_chat for stream in self._streams):
+        if self._features or any(stream.is_chat for stream in self._streams):
             return None
         found = self.validation(samples)
         if not found.tokens:
@@ -350,21 +367,31 @@ class Batches:
         source, _, sample = self.order.places(start, stop)
         found: list[ShardFile] = []
         for s in np.unique(source).tolist():
-            if self.packed[s] is None:
+            if isinstance(self.packed[s], MediaSamples):
+                found += self._streams[s].feature_files_with(sample[source == s])
+            elif self.packed[s] is None:
                 begins = sample[source == s] * self.sequence_length
                 found += self._streams[s].files_with(begins, begins + self.sequence_length + 1)
         return found
 
     def _fixed_files(self) -> list[ShardFile]:
-        """The files of validation, and of chat data, whose rows lie anywhere in them."""
+        """The files of validation, and of chat data, whose rows lie anywhere in them. Of images and
+        recordings in training, their texts."""
         splits = self.dataset.splits
         validation = self.dataset.streams("validation") if "validation" in splits else ()
         chat = (s for s, rows in zip(self._streams, self.packed, strict=True) if rows is not None)
-        return [file for stream in (*validation, *chat) for file in stream.files]
+        found = [file for stream in (*validation, *chat) for file in stream.files]
+        for stream in validation if self._features else ():
+            found += stream.feature_files_with(np.arange(stream.documents))
+        return found
 
     def _pack(self, streams: Streams) -> Packed:
         # The last token of a window is no input, and a reward is read at a row's last token.
         room = self.sequence_length + (0 if self.has_preferences else 1)
+        if self._features:
+            has_begin = self.dataset.begin is not None
+            first = np.array([] if has_begin else [self.dataset.end], dtype=self.dataset.dtype)
+            return tuple(MediaSamples(stream, room, first) for stream in streams)
         return tuple(
             PackedSamples(stream, room, self._long_rows) if stream.is_chat else None
             for stream in streams
@@ -379,6 +406,8 @@ class Batches:
 
     def _empty_error(self, name: str, stream: TokenStream) -> DataError:
         what, remedy = "has less than two tokens of training text", "give it more text"
+        if self._features:
+            what, remedy = "has no document to train on", "give it more documents"
         if stream.is_chat:
             room = self.sequence_length + (0 if stream.is_preference else 1)
             what = f"has no row of {room} tokens or fewer"
@@ -393,7 +422,7 @@ class Batches:
         window = np.full((len(source), length + 1), end, dtype=np.int64)
         held = np.empty(len(source), dtype=np.int64)
         ends, carries = {}, {}  # of the rows with chat data
-        side = {name: np.zeros((len(source), length), np.float32) for name in self.side_names}
+        side = self._empty_side(len(source))
         for row, (s, k) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
             if (rows := packed[s]) is not None:
                 one = rows.sample(k)
@@ -403,6 +432,9 @@ class Batches:
                 if one.values is not None:
                     values = np.repeat(one.values, one.lengths)[:length]
                     side[_value_name(streams[s])][row, : len(values)] = values
+                if FEATURES in side:
+                    stored = streams[s].read_features(k).view(self._features["dtype"])
+                    side[FEATURES][row] = stored.reshape(side[FEATURES].shape[1:])
                 if REFERENCE in side:
                     side[REFERENCE][row] = self._reference_of(streams, s, k)
                 continue

@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.config.sections.data import CurriculumConfig, DataConfig
 from holdfast.config.sections.train import EvaluateConfig, TrainConfig
+from holdfast.data.order.media_samples import MediaSamples
 from holdfast.data.stream.batch import Batches
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.node_cache import total_bytes
@@ -21,6 +22,12 @@ MANY_PASSES = 30
 repeated text gain next to nothing after 16."""
 FEW_PASSES = 4
 """Passes that a remedy names: they teach nearly as much as new text does."""
+USUAL_DECAY, MORE_DECAY = 0.1, (0.8, 3.2)
+"""Weight decay of runs that see each text once, and what runs with more passes should try. Kim et
+al. (2025, arXiv 2509.14786) find 30 times the usual one best for repeated text."""
+
+DECOUPLED = ("adamw", "lion", "muon")
+"""Optimizers whose weight decay is apart from the gradient."""
 
 
 def describe_use(
@@ -33,6 +40,7 @@ def describe_use(
         *_describe_mix(batches, train.steps),
         *_describe_curriculum(batches, data.curriculum, train.steps),
         *_too_many_passes(batches, train),
+        *_too_little_decay(batches, train),
         *_larger_than_the_data(batches, train),
         *_describe_packing(batches),
         *_missing_validation(batches, train),
@@ -54,7 +62,7 @@ def _describe_long_documents(batches: Batches) -> Iterator[str]:
     room, names = batches.sequence_length, batches.dataset.source_names
     for name, stream in zip(names, batches.dataset.streams("train"), strict=True):
         lengths = np.diff(stream.document_starts())
-        if not stream.is_chat and (count := int((lengths > room).sum())):
+        if not (stream.is_chat or stream.has_features) and (count := int((lengths > room).sum())):
             yield (
                 f"{name}: {count:,} of {len(lengths):,} documents are longer than "
                 f"data.sequence_length {room}, so each is split over several samples"
@@ -81,6 +89,13 @@ def _describe_packing(batches: Batches) -> Iterator[str]:
     for name, rows, stream in zip(
         batches.dataset.source_names, batches.packed, streams, strict=True
     ):
+        if isinstance(rows, MediaSamples):
+            if rows.cut:
+                yield (
+                    f"{name}: {rows.cut:,} of {rows.count:,} texts are longer than "
+                    f"data.sequence_length {batches.sequence_length} and are cut"
+                )
+            continue
         if rows is None:
             continue
         what = "pairs" if stream.rows == "preference" else "rows"
@@ -156,6 +171,20 @@ def _too_many_passes(batches: Batches, train: TrainConfig) -> Iterator[str]:
     yield (
         f"the dataset has {has:,} tokens, and the run trains on {last * batches.sequence_length:,}"
         f": it repeats them; add text, or use train.steps={fewer}"
+    )
+
+
+def _too_little_decay(batches: Batches, train: TrainConfig) -> Iterator[str]:
+    """A line for a run that repeats text with the weight decay of a run that does not."""
+    passes = batches.schedule.position(train.steps + 1) / sum(batches.order.sizes)
+    decay, is_chat = train.optimizer.weight_decay, any(batches.packed)
+    is_decoupled = train.optimizer.name in DECOUPLED
+    if is_chat or passes <= FEW_PASSES or decay > USUAL_DECAY or not is_decoupled:
+        return
+    tried = " and ".join(f"{value:g}" for value in MORE_DECAY)
+    yield (
+        f"{passes_text(passes)} with train.optimizer.weight_decay {decay:g}: the validation loss "
+        f"may rise again; compare short runs with {tried}"
     )
 
 

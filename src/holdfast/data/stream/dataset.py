@@ -27,9 +27,10 @@ from holdfast.data.stream.node_cache import NodeCache
 from holdfast.data.stream.shards import Shard, ShardFile
 from holdfast.errors import DataError
 
-FORMAT = 6
-"""The newest format that this program reads. A dataset of texts without stages is written in format
-1."""
+FORMAT = 7
+"""The newest format that this program reads, of images and recordings. A dataset of texts without
+stages is written in format 1."""
+FORMAT_OF_SCORES = 6
 FORMAT_OF_STAGES = 5
 """The format of datasets with stages, of which none is `score`."""
 FORMAT_OF_PREFERENCES = 4
@@ -103,7 +104,10 @@ class TokenStream:
         self._arrays = self._map(files, self.dtype)
         masks = [s.mask_file for s in shards if s.mask_xxh3]
         self._masks = self._map(masks, np.dtype(np.uint8))
+        features = [s.features_file for s in shards if s.features_xxh3]
+        self._features = self._map(features, np.dtype(np.uint8))
         self._starts = np.cumsum([0, *(s.tokens for s in shards)])
+        self._document_ends = np.cumsum([s.documents for s in shards])
         self.tokens = int(self._starts[-1])
         self.documents = sum(s.documents for s in shards)
         self._order: DocumentOrder | None = None
@@ -139,6 +143,19 @@ class TokenStream:
         """Of chat data: 1 for tokens that carry loss, 0 for the rest, clipped to the stream."""
         return self._read(self._masks, start, stop, np.dtype(np.uint8))
 
+    def read_features(self, document: int) -> NDArray[Any]:
+        """The numbers of a document's image or recording, as they are stored: [bytes], uint8."""
+        shard = int(np.searchsorted(self._document_ends, document, side="right"))
+        size = self.shards[shard].feature_bytes
+        last = int(self._document_ends[shard]) - document
+        at = (self.shards[shard].documents - last) * size
+        return self._features[shard][at : at + size]
+
+    def feature_files_with(self, documents: NDArray[np.int64]) -> list[ShardFile]:
+        """The files with the features of these documents."""
+        chosen = np.unique(np.searchsorted(self._document_ends, documents, side="right"))
+        return [self.shards[i].features_file for i in chosen.tolist()]
+
     def document_starts(self) -> NDArray[np.int64]:
         """The first token of each document, and the stream's length: [documents + 1]."""
         starts = [np.zeros(1, dtype=np.int64)]
@@ -156,6 +173,10 @@ class TokenStream:
     @property
     def is_chat(self) -> bool:
         return bool(self._masks)
+
+    @property
+    def has_features(self) -> bool:
+        return bool(self._features)
 
     @property
     def has_values(self) -> bool:

@@ -21,6 +21,7 @@ from holdfast.core.data.data_ledger import LedgerEntry
 from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.data.filters.chain import Chain
 from holdfast.data.filters.plain import document_name, hash_document
+from holdfast.data.read.features import FeatureFormat
 from holdfast.data.read.text_sources import text_document
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stages.unit_tasks import encode_documents
@@ -31,12 +32,13 @@ from holdfast.events import BatchFed, Record
 
 @dataclass(frozen=True)
 class DocumentPlace:
-    """Tokens [start, stop) of a stream."""
+    """Tokens [start, stop) of a stream. document: its number there."""
 
     split: str
     source: int
     start: int
     stop: int
+    document: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class FedBatches(Protocol):
 
     schedule: BatchSchedule
     sequence_length: int
+    has_features: bool
 
     @property
     def order(self) -> SampleOrder: ...
@@ -66,11 +69,15 @@ def read_document(path: Path, limit: int) -> str:
     try:
         return text_document(str(path), limit, xxh3_128())
     except OSError as error:
-        raise DataError(
-            f"the document cannot be read: {error.strerror}",
-            where=str(path),
-            remedy="name a file with the text of one document",
-        ) from None
+        raise _unreadable_error(path, error) from None
+
+
+def _unreadable_error(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the document cannot be read: {error.strerror}",
+        where=str(path),
+        remedy="name a file with one document",
+    )
 
 
 def document_hash(text: str) -> str:
@@ -107,7 +114,26 @@ def find_document(dataset: Dataset, text: str) -> list[DocumentPlace]:
             for at in np.flatnonzero(np.diff(starts) == len(wanted)).tolist():
                 start, stop = int(starts[at]), int(starts[at + 1])
                 if np.array_equal(stream.read(start, stop), wanted):
-                    places.append(DocumentPlace(split, source, start, stop))
+                    places.append(DocumentPlace(split, source, start, stop, at))
+    return places
+
+
+def find_media(dataset: Dataset, path: Path) -> list[DocumentPlace]:
+    """Return where the numbers of an image or a recording lie in a dataset, whatever the text.
+    Raises DataError for a file that cannot be decoded."""
+    features = FeatureFormat.of_settings(dataset.manifest["settings"]["features"])
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable_error(path, error) from None
+    wanted = features.make(content, str(path)).view(np.uint8).ravel()
+    places = []
+    for split in dataset.splits:
+        for source, stream in enumerate(dataset.streams(split)):
+            starts = stream.document_starts().tolist()
+            for at in range(stream.documents):
+                if np.array_equal(stream.read_features(at), wanted):
+                    places.append(DocumentPlace(split, source, starts[at], starts[at + 1], at))
     return places
 
 
@@ -118,7 +144,9 @@ def find_reads(
     length = batches.sequence_length
     samples: dict[int, set[int]] = {}
     for place in places:
-        if place.split == "train":
+        if batches.has_features and place.split == "train":
+            samples.setdefault(place.source, set()).add(place.document)
+        elif place.split == "train":
             # A window begins at a multiple of S and has S + 1 tokens.
             start = batches.position_of(place.source, place.start)
             stop = start + place.stop - place.start

@@ -5,7 +5,8 @@ plain little-endian integers: shape [tokens]. Next to it is its index, uint64 [d
 begin of each document in the shard, and the shard's length. A shard of chat data has a mask too,
 uint8 [tokens]: 1 for a token that carries loss, 0 for any other. A shard of rated rows, or of
 pairs with margins, has values, float32 [documents]. Documents of a pair are neighbours, and lie in
-one shard.
+one shard. A shard of images or recordings has features: the numbers of each document, one after
+the other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ShardFile:
 @dataclass(frozen=True)
 class Shard:
     """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`. The mask,
-    if there is one, is `.mask`, and the values are `.val`."""
+    if there is one, is `.mask`, the values are `.val`, and the features `.feat`. feature_bytes: of
+    a document's features."""
 
     path: str
     documents: int
@@ -43,6 +45,8 @@ class Shard:
     index_xxh3: str
     mask_xxh3: str = ""
     values_xxh3: str = ""
+    features_xxh3: str = ""
+    feature_bytes: int = 0
 
     @property
     def index_path(self) -> str:
@@ -74,14 +78,20 @@ class Shard:
     def values_file(self) -> ShardFile:
         return ShardFile(self.values_path, self.documents * 4, self.values_xxh3)
 
+    @property
+    def features_file(self) -> ShardFile:
+        size = self.documents * self.feature_bytes
+        return ShardFile(self._beside(".feat"), size, self.features_xxh3)
+
     def files(self, dtype: np.dtype[Any]) -> list[ShardFile]:
         """All of its files. dtype: of its tokens."""
         found = [self.token_file(dtype), self.index_file]
         found += [self.mask_file] if self.mask_xxh3 else []
-        return found + ([self.values_file] if self.values_xxh3 else [])
+        found += [self.values_file] if self.values_xxh3 else []
+        return found + ([self.features_file] if self.features_xxh3 else [])
 
     def to_json(self) -> dict[str, Any]:
-        optional = ("mask_xxh3", "values_xxh3")
+        optional = ("mask_xxh3", "values_xxh3", "features_xxh3", "feature_bytes")
         return {key: said for key, said in asdict(self).items() if key not in optional or said}
 
 
@@ -103,7 +113,8 @@ def write_shards(
         lengths: list[NDArray[np.uint32]] = []
         masks: list[NDArray[np.uint8]] = []
         values: list[NDArray[np.float32]] = []
-        tokens = _tokens(pieces.next_shard(), lengths, masks, values)
+        features: list[NDArray[np.uint8]] = []
+        tokens = _tokens(pieces.next_shard(), lengths, masks, values, features)
         digest = write_atomic(folder / path, tokens, sync=True)
         starts = np.zeros(1 + sum(len(n) for n in lengths), dtype="<u8")
         np.cumsum(np.concatenate(lengths), out=starts[1:])
@@ -119,6 +130,11 @@ def write_shards(
             said = (piece.tobytes() for piece in values)
             digest = write_atomic(folder / shard.values_path, said, sync=True)
             shard = replace(shard, values_xxh3=digest)
+        if features:
+            bytes_of = (np.ascontiguousarray(piece).data for piece in features)
+            path = shard.features_file.path
+            digest = write_atomic(folder / path, bytes_of, sync=True)
+            shard = replace(shard, features_xxh3=digest, feature_bytes=features[0].shape[1])
         shards.append(shard)
     return shards
 
@@ -128,6 +144,7 @@ def _tokens(
     lengths: list[NDArray[np.uint32]],
     masks: list[NDArray[np.uint8]],
     values: list[NDArray[np.float32]],
+    features: list[NDArray[np.uint8]],
 ) -> Iterator[bytes]:
     for piece in pieces:
         lengths.append(piece.lengths)
@@ -135,6 +152,8 @@ def _tokens(
             values.append(piece.values)
         if piece.mask is not None:
             masks.append(piece.mask)
+        if piece.features is not None:
+            features.append(piece.features)
         yield piece.tokens.tobytes()
 
 
@@ -160,7 +179,10 @@ class _ShardCutter:
         while room > 0 and self.has_more():
             assert self._rest_of_unit is not None
             rest = self._rest_of_unit
-            ends = np.cumsum(rest.lengths, dtype=np.int64)[self._row - 1 :: self._row]
+            # Two bytes of features take the place of a token.
+            more = 0 if rest.features is None else rest.features.shape[1] // 2
+            sizes = rest.lengths.astype(np.int64) + more
+            ends = np.cumsum(sizes)[self._row - 1 :: self._row]
             rows = min(int(np.searchsorted(ends, room)) + 1, len(ends))
             room -= int(ends[rows - 1])
             piece, self._rest_of_unit = rest.cut(rows * self._row)

@@ -15,10 +15,13 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_128_intdigest
 
 from holdfast.core.json_parsing import parse_json
 from holdfast.data.filters.plain import document_name, hash_document
+from holdfast.data.read.features import hash_media
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stream.dataset import MANIFEST, REMOVED, Dataset
 from holdfast.data.stream.document_reads import DocumentPlace
@@ -102,7 +105,9 @@ def _compare_sources(before: Any, after: Any) -> Iterator[Difference]:
         ]
         if values[0] != values[1]:
             yield Difference(INPUT, f"source {name}", *values)
-        for key in ("kind", "field", "split", "rows") if name in old and name in new else ():
+        for key in (
+            ("kind", "field", "split", "rows", "media") if name in old and name in new else ()
+        ):
             if old[name].get(key) != new[name].get(key):
                 place = f"data.sources ({name}).{key}"
                 yield Difference(PARAMETER, place, old[name].get(key), new[name].get(key))
@@ -152,8 +157,8 @@ def document_places(dataset: Dataset) -> Iterator[DocumentPlace]:
     for split in dataset.splits:
         for source, stream in enumerate(dataset.streams(split)):
             starts = stream.document_starts().tolist()
-            for start, stop in pairwise(starts):
-                yield DocumentPlace(split, source, start, stop)
+            for number, (start, stop) in enumerate(pairwise(starts)):
+                yield DocumentPlace(split, source, start, stop, number)
 
 
 def _has_same_tokenizer(before: Dataset, after: Dataset) -> bool:
@@ -171,12 +176,21 @@ def _places_by_digest(dataset: Dataset, *, by_text: bool) -> dict[Any, list[Docu
 
 def _token_digest(dataset: Dataset, place: DocumentPlace) -> int:
     tokens = dataset.streams(place.split)[place.source].read(place.start, place.stop)
-    return xxh3_128_intdigest(tokens.tobytes())
+    return xxh3_128_intdigest(tokens.tobytes() + _features(dataset, place).tobytes())
 
 
 def name_at(dataset: Dataset, place: DocumentPlace) -> str:
-    """Return the name of the document at a place, from its text."""
-    return document_name(*hash_document(text_at(dataset, place))[:2])
+    """Return the name of the document at a place, from its text, and from its features."""
+    text, features = text_at(dataset, place), _features(dataset, place)
+    if len(features):
+        return document_name(*hash_media(text, features))
+    return document_name(*hash_document(text)[:2])
+
+
+def _features(dataset: Dataset, place: DocumentPlace) -> NDArray[np.uint8]:
+    """Empty for a text."""
+    stream = dataset.streams(place.split)[place.source]
+    return stream.read_features(place.document) if stream.has_features else np.zeros(0, np.uint8)
 
 
 def text_at(dataset: Dataset, place: DocumentPlace) -> str:

@@ -28,6 +28,7 @@ from holdfast.errors import (
     DeviceStuckError,
     FencedError,
     JumpError,
+    MismatchError,
     NonFiniteError,
     PeerLostError,
     RewardError,
@@ -133,7 +134,7 @@ def _run_generation(
         if isinstance(error, ScriptError) and worker.is_training and outcome is None:
             error.__traceback__ = None
             return _stop_and_hold(worker, "script", str(error))
-        is_final = isinstance(error, RewardError | ScriptError | StateMemoryError)
+        is_final = isinstance(error, MismatchError | RewardError | ScriptError | StateMemoryError)
         if is_final or (is_fresh and isinstance(error, UserError)):
             raise
         is_halted = commands.is_halted(worker.generation)  # whatever it was woken with

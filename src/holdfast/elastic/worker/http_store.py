@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store
 
 from holdfast.elastic.protocol.rendezvous_messages import (
     RENDEZVOUS_PATH,

@@ -21,20 +21,16 @@ from holdfast.elastic.worker.generation_loop import run_generations
 from holdfast.elastic.worker.worker import Worker
 from holdfast.training.engine.precision import same_kernels_each_time, same_products_on_any_threads
 from holdfast.training.memory.malloc import keep_freed_memory
+from holdfast.wire.process_end import COLLECTION_THRESHOLDS
 from holdfast.wire.secret import Secret
-
-_GC_THRESHOLDS = (700, 10, 1000)
-"""Python's own thresholds, except that a full collection is a hundred times as rare.
-
-A step makes next to no cycles, and dropping a model collects explicitly. A useless full collection
-takes a tenth of a second, and all ranks wait for this one.
-"""
 
 
 def run(spec: WorkerSpec, secret: Secret) -> int:
     """Run a worker; return the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    # A step makes next to no cycles, and dropping a model collects explicitly. A useless full
+    # collection takes a tenth of a second, and all ranks wait for this one.
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
     if device_kind(spec.device).is_host:
         keep_freed_memory()
     elif (train := spec.config["train"])["deterministic"]:

@@ -1,7 +1,8 @@
 """A node's agent as a process of this machine that outlives the command which started it.
 
 A shell of its own session runs the agent and writes its exit code next to the log. So the end of
-an agent can be told from the loss of its machine, by any later command.
+an agent can be told from the loss of its machine, by any later command. If the shell is killed, the
+agent is found by the session.
 
     <folder>/<node>.log      what the agent has printed
     <folder>/<node>.exit     its exit code, once it has ended
@@ -21,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.errors import RunFolderError
-from holdfast.launch.owners.owner import NodeState, NodeStatus
+from holdfast.launch.owners.owner import ENDED, NodeState, NodeStatus
 
 START_TIMEOUT_S = 10.0  # Seconds that a shell may take to start its agent
 _RUN_AND_NOTE = """\
@@ -67,7 +68,7 @@ class NodeProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._shell() is not None
+        return bool(self._shell() or self._without_shell())
 
     def status(self) -> NodeStatus:
         if (shell := self._shell()) is not None:
@@ -76,6 +77,9 @@ class NodeProcess:
                 agents = shell.children()  # a kill of the shell would leave the agent at work
             pid = agents[0].pid if agents else shell.pid
             return NodeStatus(self.node, NodeState.RUNNING, f"process {pid}")
+        if agents := self._without_shell():
+            detail = f"process {agents[0].pid}; its shell was killed, so its exit code is not kept"
+            return NodeStatus(self.node, NodeState.RUNNING, detail)
         code = ""
         with suppress(OSError):
             code = (self.folder / f"{self.node}.exit").read_text("ascii", "replace").strip()
@@ -83,7 +87,7 @@ class NodeProcess:
             return NodeStatus(self.node, NodeState.FINISHED)
         if code:
             return NodeStatus(self.node, NodeState.FAILED, f"exit code {code}")
-        return NodeStatus(self.node, NodeState.LOST, "ended without an exit code")
+        return NodeStatus(self.node, NodeState.LOST, ENDED)
 
     def leave(self) -> None:
         """Ask the agent to leave the run, as a scheduler does."""
@@ -95,6 +99,9 @@ class NodeProcess:
                         agent.send_signal(signal.SIGTERM)
                     return
             time.sleep(0.01)  # the shell has not started the agent yet, or it is about to end
+        for agent in self._without_shell():
+            with suppress(psutil.Error):
+                agent.send_signal(signal.SIGTERM)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that the agent has printed. Raises RunFolderError without a log."""
@@ -107,6 +114,25 @@ class NodeProcess:
                 where=str(path),
                 remedy="read it on that node's machine",
             ) from None
+
+    def _without_shell(self) -> list[psutil.Process]:
+        """Return the agent that a killed shell has left. The shell's number names its session,
+        and is not given to another process while the session has one."""
+        number = self.process.partition("@")[0]
+        with suppress(psutil.Error, ValueError):
+            if psutil.Process(int(number)).status() != psutil.STATUS_ZOMBIE:
+                return []  # the shell, or another process
+        left: dict[int, psutil.Process] = {}
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.Error):
+                if str(os.getsid(pid)) == number and str(pid) != number:
+                    left[pid] = psutil.Process(pid)
+        agents = []
+        for process in left.values():
+            with suppress(psutil.Error):
+                if process.ppid() not in left and self.node in " ".join(process.cmdline()):
+                    agents.append(process)
+        return agents
 
     def _shell(self) -> psutil.Process | None:
         number, _, started = self.process.partition("@")

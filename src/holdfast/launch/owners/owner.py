@@ -126,6 +126,10 @@ def stop_cause_of(folder: Path) -> Callable[[], str]:
     return lambda: USER_STOP if released_job() not in ("", before) else ""
 
 
+ENDED = "ended without an exit code"
+"""Detail of a lost node whose agent is known to have ended."""
+
+
 class NodeState(StrEnum):
     WAITING = "waiting"  # the owner has not given the machine yet
     RUNNING = "running"

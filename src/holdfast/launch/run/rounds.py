@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.outer import OuterConfig
@@ -38,6 +39,8 @@ AUTO_CODECS = ("none", "bf16", "int8", "int4")
 """Those that are chosen unasked. `int2` and `topk` lose a large part of a change."""
 CODEC_KEY = "outer.codec.name"
 AUTO = "auto"
+GUESSED_VOCABULARY = "data.tokenizer.vocab_size"
+"""Origin of a vocabulary that stands for that of a dataset which is not prepared yet."""
 MEASURE_LIMIT_S = 300.0
 _MBIT = 1e6 / 8
 _SHORT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?")
@@ -111,7 +114,7 @@ def model_of(
         )
     shares = learner_shares(learners, workers)
     if measured is not None:
-        inner_s, rest_s = _measured_times(measured)
+        inner_s, rest_s = _measured_times(measured, loaded)
         source = f"measured by {measured}"
     else:
         inner_s, rest_s = _inner_step_s(config, machines, workers), 0.0
@@ -160,10 +163,41 @@ def _inner_step_s(config: RunConfig, machines: Machines, workers: int) -> float:
     return cost.cost(place_layout(Layout(), 1, (_NODE,))).step_s
 
 
-def _measured_times(path: Path) -> tuple[float, float]:
+def _refuse_other_step(path: Path, there: RunConfig, loaded: LoadedConfig) -> None:
+    """Raises ConfigError if a run's inner steps are not those of the run file."""
+    own, other = _step_values(loaded.config), _step_values(there)
+    if loaded.origins["model.vocab_size"].place == GUESSED_VOCABULARY:
+        other["model.vocab_size"] = own["model.vocab_size"]
+    for key in sorted(own.keys() | other.keys()):
+        if own.get(key) != other.get(key):
+            raise ConfigError(
+                f"an inner step of {path} is another one: its {key} is {other.get(key)}, and that "
+                f"of the run file {own.get(key)}",
+                where="--measured",
+                remedy="name a run with the same model and batch, or leave out --measured",
+            )
+
+
+def _step_values(config: RunConfig) -> dict[str, object]:
+    """Dotted key -> value of what decides the seconds of an inner step on one machine."""
+    found = dict(leaves({"model": config.model.model_dump(mode="json")}))
+    for key in ("model.weights", "model.weights_checksum"):
+        found.pop(key, None)
+    return found | {
+        "device": config.device,
+        "data.sequence_length": config.data.sequence_length,
+        "lora.rank": config.lora.rank,
+        "train.precision": config.train.precision,
+        "train.batch_size / outer.learners": config.train.batch_size // config.outer.learners,
+    }
+
+
+def _measured_times(path: Path, loaded: LoadedConfig) -> tuple[float, float]:
     """Seconds of one inner step of one learner, and of a round without computing, codec and
     exchange: the medians of a run. Raises RunFolderError, ConfigError."""
     run = open_run(path)
+    if run.config.outer.is_on:
+        _refuse_other_step(path, run.config, loaded)
     every = run.config.outer.inner_steps
     effective, _ = split_effective(read_journal(run.store))
     rounds = [r.event for r in effective if isinstance(r.event, OuterRound) and r.event.inner_s]

@@ -199,6 +199,18 @@ def describe_passes(config: RunConfig) -> list[str]:
     ]
 
 
+def _refuse_features(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if the built-in decoder is to read images or recordings."""
+    kind = loaded.config.data.features.kind
+    if kind != "none" and not loaded.config.task.name:
+        raise ConfigError(
+            f"data.features.kind {kind} is for a model of yours, and the built-in decoder reads "
+            "texts alone",
+            where=loaded.where("data.features.kind"),
+            remedy="name it with task (docs/guide/images-and-audio.md), or remove data.features",
+        )
+
+
 def with_layout(
     loaded: LoadedConfig, facts: Facts, *, smallest: bool = False
 ) -> tuple[LoadedConfig, Facts]:
@@ -226,6 +238,7 @@ def prepare_run_data(
     dataset = None
     if not loaded.config.task.has_own_data:
         refuse_other_rows(loaded)
+        _refuse_features(loaded)
     if not loaded.config.task.name:
         named = loaded.config.model.weights
         loaded = with_planned(loaded, check_first_weights(loaded, facts.stored_config))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 Gather = Callable[[str, bytes, Sequence[str], timedelta], list[bytes]]
 """(my key, my value, all ranks' keys, how long to wait) -> all ranks' values."""

@@ -8,7 +8,7 @@ round again. The learner that sends last could try several changes until none of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 
 import torch
@@ -20,6 +20,7 @@ from holdfast.parallel.outer.rules import median
 
 DRAW_RANGE = 1 << 63  # `key_seed` is below
 HASH_WORDS = 4  # a SHA-256 as int64
+NO_CHECKERS: Mapping[int, int | None] = {}
 
 
 class Verdict(IntEnum):
@@ -62,18 +63,25 @@ def draw_checks(
 
 
 def choose_checkers(
-    seed: int, step: int, drawn: Sequence[int], owners: Sequence[int], processors: Sequence[int]
+    seed: int,
+    step: int,
+    drawn: Sequence[int],
+    owners: Sequence[int],
+    processors: Sequence[int],
+    before: Mapping[int, int | None] = NO_CHECKERS,
 ) -> dict[int, int | None]:
     """Return the rank that checks each learner; None if no other rank has a like processor.
 
     owners: the rank of each learner. processors: of each rank, see `processor_word`. The ranks with
-    the fewest checks of the round come first.
+    the fewest checks of the round come first. before: ranks that have checked these learners, and
+    are not asked again.
     """
     load = dict.fromkeys(range(len(processors)), 0)
     chosen: dict[int, int | None] = {}
     for learner in drawn:
         owner = owners[learner]
-        able = [r for r in load if r != owner and processors[r] == processors[owner]]
+        done = owner, before.get(learner)
+        able = [r for r in load if r not in done and processors[r] == processors[owner]]
         able.sort(key=lambda rank: (load[rank], key_seed(seed, "checker", step, learner, rank)))
         chosen[learner] = able[0] if able else None
         if able:

@@ -10,6 +10,7 @@ from holdfast.events import (
     ChangeLeftOut,
     CheckpointRejected,
     GenerationStarted,
+    LearnerChecked,
     NonFinite,
     Record,
     SourceRejected,
@@ -73,6 +74,14 @@ def explain_bad_steps(story: GenerationStory) -> Iterator[Finding]:
         cause = f"the loss of step {end.step + 1} jumped."
         evidence = [evidence_of(story.end, end.cause or end.reason)]
         yield make_finding(story, Mode.DIVERGENCE, cause, None, story.end, tuple(evidence))
+    for record, check in story.of(LearnerChecked):
+        for liar in check.overruled[:1]:
+            cause = (
+                f"rank {liar} checked learner {check.learner} wrongly in round {check.step}, as "
+                f"rank {check.checker} found."
+            )
+            against = evidence_of(record, f"learner {check.learner}: {check.verdict}")
+            yield make_finding(story, Mode.DIVERGENCE, cause, liar, record, (against,))
     refused: dict[int, list[tuple[Record, ChangeLeftOut]]] = {}
     for record, change in story.of(ChangeLeftOut):
         refused.setdefault(change.rank, []).append((record, change))

@@ -30,7 +30,7 @@ from holdfast.core.data.target_weights import target_ids, target_weights, with_w
 from holdfast.core.devices import device_kind
 from holdfast.core.seeds import key_seed
 from holdfast.core.weights import read_weight
-from holdfast.data.stream.batch import Batches, Microbatch, ValidationSet, fed_hash
+from holdfast.data.stream.batch import FEATURES, Batches, Microbatch, ValidationSet, fed_hash
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.loader import StepLoader
 from holdfast.errors import START_OVER, TaskError
@@ -275,7 +275,7 @@ class TokenBatches:
     def read_samples(self, start: int, stop: int, times: int = 1) -> Mapping[str, Tensor]:
         """The samples at positions [start, stop), `times` after each other."""
         read = tensors_of(self.tokens.read_samples(start, stop), self._is_weighted)
-        return {name: tensor.repeat(times, 1) for name, tensor in read.items()}
+        return {n: tensor.repeat(times, *[1] * (tensor.dim() - 1)) for n, tensor in read.items()}
 
     def digest(self, batch: TaskMicrobatch) -> str:
         """The ledger hash of what is handed over."""
@@ -284,17 +284,22 @@ class TokenBatches:
         targets = batch.tensors["targets"].numpy()
         if (weights := batch.tensors.get("weights")) is not None:
             targets = with_weights(targets, weights.numpy())
-        return fed_hash(batch.tensors["inputs"].numpy(), targets)
+        side = {n: batch.tensors[n].numpy() for n in (FEATURES,) if n in batch.tensors}
+        return fed_hash(batch.tensors["inputs"].numpy(), targets, side)
 
 
 def tensors_of(read: Microbatch, is_weighted: bool) -> Mapping[str, Tensor]:
     """inputs, targets: int64 [B, S]; documents: int32 [B, S], if they must not see each other;
-    weights: float32 [B, S], with `data.chat.weights`."""
+    weights: float32 [B, S], with `data.chat.weights`.
+
+    features: [B, rows, values], with `data.features`."""
     found: dict[str, NDArray[Any]] = {"inputs": read.inputs, "targets": target_ids(read.targets)}
     if is_weighted:
         found["weights"] = target_weights(read.targets)
     if read.documents is not None:
         found["documents"] = read.documents
+    if FEATURES in read.side:
+        found[FEATURES] = read.side[FEATURES]
     return {name: torch.from_numpy(np.ascontiguousarray(rows)) for name, rows in found.items()}
 
 
@@ -332,7 +337,7 @@ def refuse_random_samples(batches: BatchesOfTask, start: int, stop: int) -> None
         )
 
 
-_PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0, "weights": 0}
+_PADS = {"inputs": 0, "targets": IGNORED_TARGET, "documents": 0, "weights": 0, FEATURES: 0}
 
 
 class TaskValidation:

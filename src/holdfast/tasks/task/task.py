@@ -55,7 +55,7 @@ class Task(ABC):
     def data(self) -> Samples | None:
         """The training samples. None: the prepared tokens of the run file's section `data`, in
         batches of `inputs`, `targets` (-100: no loss) and, with `data.attention: document`,
-        `documents`."""
+        `documents`. With `data.features` they have `features`, too."""
         return None
 
     def validation(self) -> Samples | None:

@@ -13,35 +13,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.data.read.features import decode_wav
 from holdfast.data.read.tar_shards import SHARDS_KEY
 from holdfast.errors import TaskError
-
-_FULL_SCALE = {1: 128.0, 2: 32768.0, 3: 8388608.0, 4: 2147483648.0}
-"""Values of a sample of so many bytes up to 1.0."""
 
 
 def read_wav(content: bytes, rate: int, place: str) -> NDArray[np.float32]:
     """Return the mean of the channels, from -1 to 1. rate: samples a second that it must have.
     Raises TaskError."""
     try:
-        with wave.open(io.BytesIO(content)) as file:
-            width, channels, has = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            frames = file.readframes(file.getnframes())
-    except (wave.Error, EOFError) as error:
+        values, has = decode_wav(content)
+    except (wave.Error, ValueError) as error:
         raise _refused(place, f"is no PCM wav ({error})", "convert it to 16-bit PCM") from None
     if has != rate:
         what = f"has {has} samples a second, and the model's feature extractor takes {rate}"
         raise _refused(place, what, f"write shards with {rate}")
-    if width == 1:
-        values = np.frombuffer(frames, np.uint8).astype(np.float32) - 128
-    elif width == 3:
-        padded = np.zeros((len(frames) // 3, 4), np.uint8)
-        padded[:, 1:] = np.frombuffer(frames, np.uint8).reshape(-1, 3)
-        values = (padded.view("<i4")[:, 0] >> 8).astype(np.float32)
-    else:
-        values = np.frombuffer(frames, f"<i{width}").astype(np.float32)
-    sound: NDArray[np.float32] = (values / _FULL_SCALE[width]).reshape(-1, channels).mean(1)
-    return sound
+    return values.astype(np.float32)
 
 
 def read_image(content: bytes, place: str) -> Any:

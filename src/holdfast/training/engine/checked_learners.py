@@ -7,6 +7,7 @@ After all changes of a round have arrived:
 3. The owner of a drawn learner sends the state that the learner had before the round. The checker
    compares its hash with what the owner told a round ago, and computes the round again from it.
 4. The checkers tell their verdicts. Change and state have to be equal in each bit.
+5. If something differs, a third rank does the same as the checker, and its verdict counts.
 
 A change that is left out has not happened. Its learner keeps the state that it had before the
 round, and the average is that of the rest. How often that happened to each learner is a part of the
@@ -15,7 +16,7 @@ state of the run, equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from torch import Tensor
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import REFUSED_ROW
+from holdfast.errors import MismatchError
 from holdfast.events import ChangeLeftOut, Event, LearnerChecked
 from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.comm.transport import exchange
 from holdfast.parallel.outer.payloads import receive_all
 from holdfast.parallel.outer.trust import (
     HASH_WORDS,
+    NO_CHECKERS,
     Verdict,
     choose_checkers,
     draw_checks,
@@ -36,11 +39,13 @@ from holdfast.parallel.outer.trust import (
     hash_words,
     processor_word,
 )
-from holdfast.training.engine.learners import LearnerExecutor, LearnerSlots
+from holdfast.training.engine.learners import LearnerExecutor, LearnerSlots, rows_of
 from holdfast.training.engine.stage_work import GradientListener
 from holdfast.training.engine.state import LocalTensor
+from holdfast.training.engine.vote import meet_before_leaving
 
-_CLAIMS_TAG, _VERDICTS_TAG, _STATE_TAG = 5, 6, 1 << 14
+_CLAIMS_TAG, _VERDICTS_TAG, _LOSSES_TAG, _STATE_TAG = 5, 6, 7, 1 << 14
+_DISPUTED = (Verdict.DIFFERS, Verdict.OTHER_STATE)
 
 
 class CheckedLearners(LearnerExecutor):
@@ -77,10 +82,12 @@ class CheckedLearners(LearnerExecutor):
         self._events, counts = [], list(refused)
         suspects = {k for k, count in enumerate(refused) if trust.limit and count >= trust.limit}
         self._left_out = find_outliers(changes, trust.norm, trust.direction)
+        if trust.held_out:
+            self._left_out |= self._find_worse(changes)
         if trust.checks:
             verdicts = self._check(payloads, suspects, listener)
             for learner, verdict in verdicts.items():
-                if verdict in (Verdict.DIFFERS, Verdict.OTHER_STATE):
+                if verdict in _DISPUTED:
                     words = "change" if verdict is Verdict.DIFFERS else "state"
                     self._left_out[learner] = f"a check found another {words}"
                 elif verdict is Verdict.NO_CHECKER and learner in suspects:
@@ -128,13 +135,34 @@ class CheckedLearners(LearnerExecutor):
         self, payloads: dict[int, Tensor], suspects: set[int], listener: GradientListener
     ) -> dict[int, Verdict]:
         """The verdict of each check of the round, the same on all ranks. Raises PeerLostError."""
-        step, me = self.step(), self._groups.coordinate.replica
+        step = self.step()
         self._next_claims, processors = self._exchange_claims()
         sent = [(*hash_words([payloads[k]]), *self._next_claims[k]) for k in range(self._learners)]
         drawn = draw_checks(self._seed, step, sent, self._trust.checks, suspects)
         checkers = choose_checkers(self._seed, step, drawn, self._owners, processors)
+        self._states_sent = []
+        verdicts = self._judge(checkers, payloads, listener)
+        disputed = [k for k, verdict in verdicts.items() if verdict in _DISPUTED]
+        known = self._seed, step, disputed, self._owners, processors
+        third = {k: r for k, r in choose_checkers(*known, checkers).items() if r is not None}
+        if third:
+            verdicts |= self._judge(third, payloads, listener, checkers)
+        if disputed and self._trust.on_mismatch == "stop":
+            self._stop(disputed[0], verdicts, checkers, third)
+        return verdicts
+
+    def _judge(
+        self,
+        checkers: Mapping[int, int | None],
+        payloads: dict[int, Tensor],
+        listener: GradientListener,
+        before: Mapping[int, int | None] = NO_CHECKERS,
+    ) -> dict[int, Verdict]:
+        """Let ranks compute rounds of learners again. Returns their verdicts. before: ranks that
+        found something else."""
+        step, me = self.step(), self._groups.coordinate.replica
         found = torch.zeros(self._learners, dtype=torch.int64)
-        control, self._states_sent = self._groups.control, []
+        control = self._groups.control
         for learner, checker in checkers.items():
             if learner in self._own and checker is not None:
                 state = _join(_row_of(self._states, self._own.index(learner)))
@@ -155,8 +183,68 @@ class CheckedLearners(LearnerExecutor):
             owner = self._owners[learner]
             if me == (owner if checker is None else checker):
                 by, word = -1 if checker is None else checker, verdict.name.lower()
-                self._events.append(LearnerChecked(learner, owner, by, word, step=step))
+                first = before.get(learner)
+                against = [] if first is None or verdict in _DISPUTED else [first]
+                self._events.append(LearnerChecked(learner, owner, by, word, against, step=step))
         return verdicts
+
+    def _stop(
+        self,
+        learner: int,
+        verdicts: Mapping[int, Verdict],
+        checkers: Mapping[int, int | None],
+        third: Mapping[int, int],
+    ) -> None:
+        """Raises MismatchError, on every rank alike."""
+        owner, nodes, checker = (
+            self._owners[learner],
+            self._groups.topology.nodes,
+            checkers[learner],
+        )
+        text = f"rank {owner} ({nodes[owner]}) computed learner {learner} otherwise than rank"
+        text = f"round {self.step()}: {text} {checker} ({nodes[checker or 0]})"
+        if learner in third:
+            rank = owner if verdicts[learner] is Verdict.EQUAL else checker
+            text += f"; rank {third[learner]} ({nodes[third[learner]]}) agrees with rank {rank}"
+        meet_before_leaving(self._groups)
+        raise MismatchError(
+            text,
+            where="outer.trust.on_mismatch",
+            remedy="take the node that is wrong away, or use outer.trust.on_mismatch=leave_out",
+        )
+
+    @torch.no_grad()
+    def _find_worse(self, changes: list[Tensor]) -> dict[int, str]:
+        """The learners whose change raises the loss of held-out samples above the bound. Those are
+        the first ones that the next learner read. One rank measures a learner, so all ranks decide
+        alike."""
+        control, step = self._groups.control, self.step()
+        judges = [(owner + 1) % control.size for owner in self._owners]
+        found = torch.zeros(self._learners, dtype=torch.float64)
+        masters = self._parameters.master_tensors
+        for learner, change in enumerate(changes):
+            if judges[learner] == control.rank and learner not in self._left_out:
+                batch = self.fetch(step, (learner + 1) % self._learners)
+                samples = rows_of(batch, 0, len(batch.inputs) // self._every)
+                moved = [m - c for m, c in zip(masters, self._split(change), strict=True)]
+                before = self._loss_of(masters, samples)
+                found[learner] = self._loss_of(moved, samples) / (before or 1.0) - 1.0
+        self._parameters.refresh()
+        lengths = [self._learners] * control.size
+        told = exchange(control, found.view(torch.int64), lengths, _LOSSES_TAG)
+        rises = [float(told[rank].view(torch.float64)[k]) for k, rank in enumerate(judges)]
+        return {
+            k: f"the loss of held-out samples rises by {rise:.1%}"
+            for k, rise in enumerate(rises)
+            if not rise <= self._trust.held_out and k not in self._left_out
+        }
+
+    def _loss_of(self, weights: list[Tensor], samples: Any) -> float:
+        """The sum of the losses of samples."""
+        torch._foreach_copy_(self._working, weights)
+        self._update_compute_tensors()
+        losses = self._passes.evaluate(self._cut(samples), self.on_progress)
+        return float(torch.stack(losses).sum(0).flatten()[0])
 
     def _exchange_claims(self) -> tuple[list[tuple[int, ...]], list[int]]:
         """Tell what the states of this rank's learners are after the round. Returns the same of all

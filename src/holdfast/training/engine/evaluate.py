@@ -153,10 +153,10 @@ def give_back_gathered(objective: nn.Module) -> None:
 
 
 def rows(array: NDArray[Any], part: int, parts: int, pad: int) -> NDArray[Any]:
-    """Part `part` of `parts` equal ones, padded at the end.  [B, S] -> [ceil(B / parts), S]"""
+    """Part `part` of `parts` equal ones, padded at the end.  [B, ...] -> [ceil(B / parts), ...]"""
     size = -(-array.shape[0] // parts)
     taken = array[part * size : (part + 1) * size]
     if len(taken) == size:
         return np.ascontiguousarray(taken)
-    padding = np.full((size - len(taken), array.shape[1]), pad, dtype=array.dtype)
+    padding = np.full((size - len(taken), *array.shape[1:]), pad, dtype=array.dtype)
     return np.concatenate((taken, padding))

@@ -37,7 +37,7 @@ from holdfast.policy.server_updates import (
     UpdateRule,
     adapt,
     rate_factor,
-    stale_rate_factor,
+    stale_part,
     straggling_of,
 )
 from holdfast.training.engine.executors import Executor, Share
@@ -115,15 +115,14 @@ class _ServedShard:
             for push in pushes:
                 self._add_squares(0, push.gradient)
             self._add_squares(self._count, mean)
-        for gradient, part in zip(self._gradients, self._split(mean), strict=True):
-            gradient.copy_(part)
         server, rule = self._config.server, self._rule
         usual = server.update_microbatches
-        factor = (
-            rate_factor(server.rate_scaling, rule.width, usual)
-            if rule.is_synchronous
-            else stale_rate_factor(server.rate_scaling, staleness, usual)
-        )
+        if not rule.is_synchronous:
+            mean.mul_(stale_part(server.rate_scaling, staleness, usual))
+        for gradient, part in zip(self._gradients, self._split(mean), strict=True):
+            gradient.copy_(part)
+        width = rule.width if rule.is_synchronous else 1
+        factor = rate_factor(server.rate_scaling, width, usual)
         number = self._before.updates + version + 1
         self._optimizer.apply(number, self._rate * factor, 1.0, len(pushes))
 

@@ -28,7 +28,7 @@ from holdfast.training.engine.build import build_engine
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.precision import same_kernels_each_time
 from holdfast.training.engine.vote import StepVerdict
-from holdfast.wire.process_end import skip_last_collection
+from holdfast.wire.process_end import skip_collections
 
 STEPS = 2
 
@@ -37,7 +37,7 @@ def lone_engine(config: RunConfig, device: torch.device) -> StepEngine:
     """An engine without peers; its state is memory without values."""
     topology = place_layout(Layout(), 1, ("local",))
     with tempfile.NamedTemporaryFile(prefix="holdfast-meeting-") as meeting:
-        store = dist.FileStore(meeting.name, 1)  # type: ignore[attr-defined]
+        store = dist.FileStore(meeting.name, 1)
         groups = connect(ConnectSettings(store, device, seconds=60), topology, 0)
     return build_engine(config, groups, device)
 
@@ -116,7 +116,7 @@ def compare_steps(device: torch.device) -> tuple[int, list[str]]:
 
 def main() -> None:
     """Compare on the device that the command names."""
-    skip_last_collection()
+    skip_collections()
     device = torch.device(sys.argv[1])
     if device.type != "cpu":
         same_kernels_each_time(compiled=False)

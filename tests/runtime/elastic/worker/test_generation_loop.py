@@ -210,7 +210,9 @@ def test_one_that_stands_still_while_the_next_generation_is_made(drive: Drive) -
     ("before", "after", "came_from", "on_device"),
     [
         (replicas(2), replicas(1, 2, dp_shard=2), [1, 0], False),
-        (replicas(1, tp=2), replicas(1, 2, **PIPELINE), [1, 0], False),
+        pytest.param(
+            *(replicas(1, tp=2), replicas(1, 2, **PIPELINE), [1, 0], False), marks=pytest.mark.slow
+        ),
         pytest.param(
             *(replicas(1, dp_shard=2), replicas(1, 2, dp_shard=2), [1, 0], False),
             marks=pytest.mark.slow,

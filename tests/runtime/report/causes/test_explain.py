@@ -15,6 +15,7 @@ from holdfast.events import (
     CheckpointRejected,
     Event,
     GenerationStarted,
+    LearnerChecked,
     MajorityLacked,
     NonFinite,
     NoticeReceived,
@@ -220,6 +221,8 @@ def test_steps_and_states_that_came_out_wrong() -> None:
     )
     left_out = [ChangeLeftOut(2, 1, "a", "a check found another change", n) for n in (1, 2)]
     only(explain(after(trained(), *left_out).records), Mode.DIVERGENCE, 1, "a")
+    checked = LearnerChecked(2, 0, 2, "equal", [1])
+    only(explain(after(trained(), checked).records), Mode.DIVERGENCE, 1, "a")
 
 
 @pytest.mark.parametrize(
