@@ -21,7 +21,6 @@ from torch import Tensor
 
 from holdfast.config.sections.cluster import ClusterConfig
 from holdfast.events import SiteLinkMeasured
-from holdfast.parallel.axes.process_groups import ProcessGroups
 from holdfast.parallel.comm.abortable_wait import AbortableWait
 from holdfast.parallel.comm.transport import PeerGroup
 from holdfast.parallel.outer.payloads import lost_while_exchanged
@@ -38,14 +37,14 @@ _HEADERS = 1.03
 """Bytes on a link over those of a file: `mbit_s` is what a copy of a file reaches."""
 
 
-def pace_site_links(groups: ProcessGroups, cluster: ClusterConfig) -> None:
+def pace_site_links(peers: PeerGroup, nodes: Sequence[str], cluster: ClusterConfig) -> None:
     """Send to ranks of other sites no faster than the slower of the two links that the run file
-    gives."""
-    sites = [cluster.site_of(groups.topology.nodes[rank]) for rank in groups.positions]
-    own = sites[groups.positions.index(groups.rank)]
+    gives. nodes: of all peers."""
+    sites = [cluster.site_of(node) for node in nodes]
+    own = sites[peers.rank]
     if own is None or own.mbit_s is None:
         return
-    groups.control.pace(
+    peers.pace(
         {
             position: _HEADERS * min(own.mbit_s, site.mbit_s) * 1e6 / 8
             for position, site in enumerate(sites)
@@ -54,20 +53,22 @@ def pace_site_links(groups: ProcessGroups, cluster: ClusterConfig) -> None:
     )
 
 
-def measure_site_links(groups: ProcessGroups, cluster: ClusterConfig) -> list[SiteLinkMeasured]:
+def measure_site_links(
+    peers: PeerGroup, nodes: Sequence[str], cluster: ClusterConfig
+) -> list[SiteLinkMeasured]:
     """Return the links that this rank has measured: none if the run file gives all of them. Call
-    it on all ranks, between two steps. Raises PeerLostError."""
+    it on all ranks, between two steps. nodes: of all peers. Raises PeerLostError."""
     if all(site.mbit_s is not None for site in cluster.sites):
         return []
-    leaders: dict[str, int] = {}  # by site: a position in `control`
-    for position, rank in enumerate(groups.positions):
-        site = cluster.site_of(groups.topology.nodes[rank])
+    leaders: dict[str, int] = {}  # by site: a peer
+    for position, node in enumerate(nodes):
+        site = cluster.site_of(node)
         if site is not None:
             leaders.setdefault(site.name, position)
-    own, found = groups.positions.index(groups.rank), []
+    own, found = peers.rank, []
     for (name, one), (other, two) in combinations(sorted(leaders.items()), 2):
         if own in (one, two):
-            rate, latency_s = _measure(groups.control, two if own == one else one, own == one)
+            rate, latency_s = _measure(peers, two if own == one else one, own == one)
             if own == one:
                 mbit_s, latency_ms = rate * 8 / 1e6, latency_s * 1000
                 found.append(SiteLinkMeasured(name, other, mbit_s, latency_ms))

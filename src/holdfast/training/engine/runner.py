@@ -290,8 +290,10 @@ class TrainingLoop:
     def _run_steps(self, loader: StepFeed) -> TrainingOutcome:
         last_step = self.config.train.steps
         if self.config.outer.is_on:
-            pace_site_links(self.engine.groups, self.config.cluster)
-            for link in measure_site_links(self.engine.groups, self.config.cluster):
+            groups, cluster = self.engine.groups, self.config.cluster
+            nodes = [groups.topology.nodes[rank] for rank in groups.positions]
+            pace_site_links(groups.control, nodes, cluster)
+            for link in measure_site_links(groups.control, nodes, cluster):
                 self.reporter.emit(replace(link, step=self.start_step))
         for batch in self.engine.order_shares(loader):
             stopping = self.step(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from holdfast.config.sections.cluster import ClusterConfig
@@ -16,13 +15,8 @@ OPEN = [{"name": f"site-{n}", "nodes": [f"n{n}"]} for n in range(3)]
 
 def _links(rank: RankContext, sites: list[dict[str, Any]]) -> list[list[str]]:
     peers = PeerGroup(rank.store(), "links", rank.rank, rank.world_size, seconds=60)
-    groups: Any = SimpleNamespace(
-        positions=tuple(range(4)),
-        rank=rank.rank,
-        topology=SimpleNamespace(nodes=NODES),
-        control=peers,
-    )
-    found = measure_site_links(groups, ClusterConfig.model_validate({"sites": sites}))
+    cluster = ClusterConfig.model_validate({"sites": sites})
+    found = measure_site_links(peers, NODES, cluster)
     assert all(link.mbit_s > 1 and link.latency_ms > 0 for link in found)
     rank.barrier("end")
     return [[link.site, link.other] for link in found]
