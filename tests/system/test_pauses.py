@@ -13,6 +13,7 @@ from holdfast.wire.store.publish import replace_file
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import start, within, write_run_file
 from tests.support.followed_run import FollowedRun, assert_same_bits
+from tests.support.ranks import wait_until
 
 PLAIN = ("checkpoint.every_steps=0", "train.evaluate.every=0", "layout.workers=2")
 
@@ -34,6 +35,7 @@ def test_a_run_waits_for_a_better_hour_and_continues_to_the_same_bits(
     pause = (f"pause.file={signal}", "pause.above=400", "pause.below=300")
     run = FollowedRun(tmp_path / "run", start("train", run_file, *PLAIN, *steps, *pause))
     run.until(lambda record: isinstance(record.event, PauseBegun))
+    wait_until(lambda: "paused at step" in within("status", tmp_path / "run").out, what="the pause")
     say(signal, 350)  # below the one limit only
     say(signal, 250)
     run.until(lambda record: isinstance(record.event, StepDone) and record.event.step >= 20)

@@ -177,7 +177,7 @@ def _read_progress(
         if isinstance(record.event, CheckpointCommitted):
             committed_at = record.time
     now = progress
-    if is_live and now.state in ("stopped", "failed"):
+    if is_live and now.state in ("stopped", "paused", "failed"):
         now.state = "starting again"
     now.state = state = now.state if is_live or now.is_over else "interrupted"
     state += " by the user (holdfast down)" if job and job.released and state == "stopped" else ""
@@ -200,6 +200,8 @@ def _read_progress(
     words = run.resolved.get("overrides", ())
     by_launch = job is not None or any(word.startswith("launch.on=") for word in words)
     again = shlex.join(["holdfast", "launch" if by_launch else "train", file, *words])
+    if state == "paused":
+        return now, f"{line}; the command that waits continues it, or, without one: {again}"
     return now, f"{line}; continue with: {again}"
 
 

@@ -35,7 +35,7 @@ _BUSY_S = 30.0
 _DEPTH = 3  # folders below a place in which runs are looked for
 _LIVE = "running"
 _MISSING = "missing"
-STATES = (_LIVE, "interrupted", "finished", "stopped", "failed", "not begun", _MISSING)
+STATES = (_LIVE, "interrupted", "finished", "stopped", "paused", "failed", "not begun", _MISSING)
 
 
 class RegistryFileError(UserError):

@@ -19,6 +19,7 @@ from holdfast.events import (
     GenerationStarted,
     MajorityLacked,
     MemoryUsed,
+    PauseBegun,
     Record,
     RoleExited,
     RoleMissing,
@@ -73,7 +74,7 @@ class RunProgress:
     total_steps: int
     run: str = ""
     state: str = (
-        "starting"  # starting, training, recovering, waiting ..., finished, stopped, failed
+        "starting"  # starting, training, recovering, waiting ..., finished, stopped, paused, failed
     )
     generation: int = 0
     step: int = 0
@@ -100,6 +101,7 @@ class RunProgress:
     _save_problems: set[int] = field(default_factory=set)  # unsaved steps since the last commit
     _awaited: set[str] = field(default_factory=set)  # shards that a batch waits for
     _missing_roles: set[str] = field(default_factory=set)  # that a line has named
+    _pauses: bool = False  # whether the stop of this session is a pause
     _kernel: str = ""  # of full attention
     _attention: str = ""  # how documents are kept apart
     _stride: int = 1
@@ -113,7 +115,7 @@ class RunProgress:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("finished", "stopped", "failed")
+        return self.state in ("finished", "stopped", "paused", "failed")
 
     @property
     def eta_s(self) -> float | None:
@@ -161,7 +163,9 @@ class RunProgress:
     def _take(self, record: Record, event: Event, elapsed: float) -> ProgressLine | None:
         match event:
             case RunStarted():
-                self.run, self.state = event.run, "starting"
+                self.run, self.state, self._pauses = event.run, "starting", False
+            case PauseBegun():
+                self._pauses = True
             case GenerationStarted():
                 return self._generation(record.generation, event, elapsed)
             case WorkerStarted():
@@ -224,7 +228,7 @@ class RunProgress:
                 self.state = "finished"
                 return ProgressLine(elapsed, f"finished after step {event.step}", "good")
             case RunStopped():
-                self.state = "stopped"
+                self.state = "paused" if self._pauses else "stopped"
                 return ProgressLine(elapsed, f"stopped after step {event.step} ({event.reason})")
             case _:
                 if isinstance(event, RunFailed):
