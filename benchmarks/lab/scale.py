@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -71,13 +72,16 @@ class Reading:
 
 
 class Client:
-    """An agent without a listener, so it is never probed."""
+    """An agent that answers nothing. At its address something listens: a port that refuses
+    connections says that its agent has ended."""
 
-    def __init__(self, name: str, store: FolderStore, beat: float, read: Reading) -> None:
+    def __init__(
+        self, name: str, address: str, store: FolderStore, beat: float, read: Reading
+    ) -> None:
         self.work = Switch()
         self.follower = RoleLoop(
             name,
-            "127.0.0.1:1",
+            address,
             store,
             SECRET,
             self.work,
@@ -96,7 +100,9 @@ async def agents(folder: Path, first: int, count: int, beat: float) -> None:
     (a worker of the first agent), `stop` (the last remaining agent), `floor ADDRESS` and `cpu`."""
     store = FolderStore(folder)
     read = Reading(store)
-    clients = [Client(f"n{first + i:05d}", store, beat, read) for i in range(count)]
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    clients = [Client(f"n{first + i:05d}", address, store, beat, read) for i in range(count)]
     tasks = []
     for client in clients:
         tasks.append(asyncio.create_task(client.follower.run()))
