@@ -15,7 +15,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.pause_watch import PauseSignal, last_pause
 from holdfast.elastic.event_log import Say
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, UserError
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_location import store_of_run
 
@@ -57,12 +57,25 @@ def train_between_pauses(
 
 
 def _wait(signal: PauseSignal, folder: Path, say: Say) -> None:
-    """Return when the run may train. Raises UserError for a file that cannot be read."""
-    paused_at = _last_pause(folder)
-    if paused_at is None or not signal.lasts(time.time(), paused_at):
+    """Return when the run may train. A file that cannot be read meanwhile ends no pause."""
+    paused_at, problem = _last_pause(folder), ""
+
+    def lasts(since: float) -> bool:
+        nonlocal problem
+        now = time.time()
+        try:
+            is_paused, found = signal.lasts(now, since), ""
+        except UserError as error:
+            is_paused, found = now - since < signal.limits.longest_s, str(error)
+        if found and found != problem:
+            say(f"{found}; the run waits for it")
+        problem = found
+        return is_paused
+
+    if paused_at is None or not lasts(paused_at):
         return
     say("the run waits; Ctrl-C ends the command, and the same one resumes the run")
-    while signal.lasts(time.time(), paused_at):
+    while lasts(paused_at):
         time.sleep(_POLL_S)
     say("the pause is over")
 
