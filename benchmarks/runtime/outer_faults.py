@@ -3,9 +3,9 @@
     python -m benchmarks.runtime.outer_faults --minutes 30 --per-hour 85 --mode fixed
     python -m benchmarks.runtime.outer_faults --minutes 30 --per-hour 85 --mode free
 
-A run trains undisturbed for so many minutes, and then another one does so while its workers get
-SIGKILL at random times. Both have three workers and three learners of a tiny model on this
-machine. Seconds count from the first round to the end, by the wall clock.
+Two runs train side by side for so many minutes, so that the machine's load is the same for both.
+The workers of one get SIGKILL at random times. Both have three workers and three learners of a
+tiny model on this machine. Seconds count from the first round to the end, by the wall clock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,6 @@ class _Measured:
     slices: int  # tokens of all slices, by the rounds' ledgers; of mode fixed: of all steps
     lost: int
     generations: int
-    audit: str
 
     @property
     def rate(self) -> float:
@@ -95,8 +95,6 @@ def train(
     measured = _read(folder, seconds, faults)
     run.process.send_signal(signal.SIGTERM)
     run.end()
-    audit = within("data", "audit", folder)
-    measured.audit = (audit.out + audit.err).strip().splitlines()[-1]
     return measured
 
 
@@ -129,17 +127,17 @@ def _read(folder: Path, seconds: float, faults: int) -> _Measured:
         slices or sum(tokens.values()),
         sum(isinstance(event, WorkerLost) for event in events),
         sum(isinstance(event, GenerationStarted) for event in events),
-        "",
     )
 
 
-def _print(name: str, found: _Measured) -> None:
+def _print(name: str, folder: Path, found: _Measured) -> None:
     last = max(found.losses)
     print(f"{name}: {found.rate:,.0f} tokens/s, {last:,} rounds in {found.seconds:,.0f} s")
     print(f"  {found.faults} faults, {found.lost} workers lost, {found.generations} generations")
     fates = ", ".join(f"{fate} {found.fates[fate]:,}" for fate in FATES)
     print(f"  tokens: {fates}; sum {found.fates.total():,} of {found.slices:,}")
-    print(f"  {found.audit}", flush=True)
+    audit = within("data", "audit", folder)
+    print(f"  {(audit.out + audit.err).strip().splitlines()[-1]}", flush=True)
 
 
 def main() -> None:
@@ -152,12 +150,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_file = prepared(folder)
-        found = []
-        for label, rate in (("undisturbed", 0.0), ("with faults", given.per_hour)):
-            place = folder / label.replace(" ", "-")
-            found.append(train(run_file, place, given.mode, given.every, given.minutes, rate))
-            _print(label, found[-1])
-    calm, hit = found
+        runs = {"undisturbed": 0.0, "with-faults": given.per_hour}
+        with ThreadPoolExecutor(len(runs)) as threads:
+            calm, hit = threads.map(
+                lambda label: train(
+                    run_file, folder / label, given.mode, given.every, given.minutes, runs[label]
+                ),
+                runs,
+            )
+        for label, found in zip(runs, (calm, hit), strict=True):
+            _print(label, folder / label, found)
     common = sorted(calm.losses.keys() & hit.losses.keys())
     changed = [step for step in common if calm.hashes[step] != hit.hashes[step]]
     difference = hit.losses[common[-1]] / calm.losses[common[-1]] - 1

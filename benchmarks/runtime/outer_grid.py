@@ -33,7 +33,7 @@ LEARNERS, EVERY = (2, 4, 8), (10, 25, 30, 50, 100)
 TUNED = {10: 30, 25: 30, 30: 30, 50: 100, 100: 100}
 """by inner steps of a round: those with which its outer optimizer was chosen"""
 TUNING_SEED = 4
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 UPDATES: tuple[dict[str, Any], ...] = (
     {"name": "sgd", "learning_rate": 1.0},
     {"name": "nesterov", "learning_rate": 0.7, "momentum": 0.6},

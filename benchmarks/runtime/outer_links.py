@@ -9,7 +9,8 @@ Each site is one node with a network of its own. The kernel's token bucket limit
 in both directions. If the kernel has no netem, a process holds packets back. It needs what F9 needs
 (docs/studies/score.md).
 
-Before each cell, some rounds on a fast link give the seconds of an inner step. They also give those
+The run file gives the links, so that ranks send no faster. Before each cell, some rounds on a fast
+link give the seconds of an inner step. They also give those
 of a round without computing, coding and exchange. The exchange is predicted from what two copies
 reach on the link, and from its latency.
 """
@@ -23,6 +24,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -146,7 +148,13 @@ def rounds_of(run: Nodes, coded: bool, count: int) -> Measured:
     )
 
 
-def cells(folder: Path) -> int:
+def links_of(bandwidth: float) -> str:
+    """Return the key with the links of both sites. bandwidth: bytes a second."""
+    rows = (f"{{name: site-{n}, nodes: [{n}], mbit_s: {bandwidth * 8e-6:.2f}}}" for n in NAMES)
+    return f"cluster.sites=[{', '.join(rows)}]"
+
+
+def cells(folder: Path, codecs: Sequence[str]) -> int:
     """Print a line for each cell, and how many are predicted within 10 % and 2 %."""
     prepare(folder)
     model, choices = planned(folder)
@@ -160,41 +168,38 @@ def cells(folder: Path) -> int:
             shape(network, *link)
             reached[link] = copied(network)
             print(f"{link[0]} Mbit/s, {link[1]} ms: copies reach {reached[link] * 8e-6:.1f} Mbit/s")
-    for every in STEPS:
-        for codec in choices:
-            name = codec.name
-            settings = (f"outer.every_steps={every}", f"outer.codec.name={name}")
-            place = folder / f"{name}-{every}"
-            place.mkdir()
-            (place / "run.yaml").write_text((folder / "run.yaml").read_text())
-            with running(place, *settings) as (run, network):
-                for mbit_s, ms in LINKS:
-                    shape(network, 10_000, 0)
-                    plain = rounds_of(run, codec.payload > 0, ROUNDS)
-                    own = replace(model, inner_s=plain.inner_s / every, rest_s=plain.rest_s)
-                    shape(network, mbit_s, ms)
-                    found = rounds_of(run, codec.payload > 0, ROUNDS)
-                    sites = tuple(
-                        replace(site, bandwidth=reached[mbit_s, ms], latency_s=ms / 1000)
-                        for site in model.sites
-                    )
-                    told = replace(own, sites=sites).cost(every, codec)
-                    share = found.inner_s / found.round_s
-                    error = told.round_s / found.round_s - 1
-                    bytes_error = told.sent_bytes / found.sent_bytes - 1
-                    near += abs(error) <= 0.1
-                    near_share += abs(told.compute_share / share - 1) <= 0.1
-                    near_bytes += abs(bytes_error) <= 0.02
-                    count += 1
-                    cell = times.setdefault((mbit_s, ms, every), {})
-                    cell[name] = (told.round_s, found.round_s)
-                    print(
-                        f"{mbit_s:4} {ms:3} {every:3} {name:5} round {found.round_s:6.3f} s, "
-                        f"predicted {told.round_s:6.3f} ({error:+.1%}); share {share:5.1%}, "
-                        f"predicted {told.compute_share:5.1%}; sent {found.sent_bytes:,}, "
-                        f"predicted {told.sent_bytes:,.0f} ({bytes_error:+.2%})",
-                        flush=True,
-                    )
+    chosen_codecs = [codec for codec in choices if codec.name in codecs]
+    for every, codec, link in product(STEPS, chosen_codecs, LINKS):
+        name, (mbit_s, ms) = codec.name, link
+        place = folder / f"{name}-{every}-{mbit_s}-{ms}"
+        place.mkdir()
+        (place / "run.yaml").write_text((folder / "run.yaml").read_text())
+        keys = (f"outer.every_steps={every}", f"outer.codec.name={name}", links_of(reached[link]))
+        with running(place, *keys) as (run, network):
+            shape(network, 10_000, 0)
+            plain = rounds_of(run, codec.payload > 0, ROUNDS)
+            shape(network, mbit_s, ms)
+            found = rounds_of(run, codec.payload > 0, ROUNDS)
+        own = replace(model, inner_s=plain.inner_s / every, rest_s=plain.rest_s)
+        sites = tuple(
+            replace(site, bandwidth=reached[link], latency_s=ms / 1000) for site in model.sites
+        )
+        told = replace(own, sites=sites).cost(every, codec)
+        share = found.inner_s / found.round_s
+        error = told.round_s / found.round_s - 1
+        bytes_error = told.sent_bytes / found.sent_bytes - 1
+        near += abs(error) <= 0.1
+        near_share += abs(told.compute_share / share - 1) <= 0.1
+        near_bytes += abs(bytes_error) <= 0.02
+        count += 1
+        times.setdefault((mbit_s, ms, every), {})[name] = (told.round_s, found.round_s)
+        print(
+            f"{mbit_s:4} {ms:3} {every:3} {name:5} round {found.round_s:6.3f} s, predicted "
+            f"{told.round_s:6.3f} ({error:+.1%}); share {share:5.1%}, predicted "
+            f"{told.compute_share:5.1%}; sent {found.sent_bytes:,}, predicted "
+            f"{told.sent_bytes:,.0f} ({bytes_error:+.2%})",
+            flush=True,
+        )
     for (mbit_s, ms, every), cell in times.items():
         chosen = min(cell, key=lambda name: cell[name][0])
         best = min(cell, key=lambda name: cell[name][1])
@@ -229,7 +234,10 @@ def named(folder: Path) -> int:
         own = replace(model, inner_s=plain.inner_s / 40, rest_s=plain.rest_s, sites=sites)
         told = own.least_steps(codec, 0.9)
         assert told is not None
-        more = (f"outer.every_steps={told.every_steps}", f"outer.codec.name={codec.name}")
+        more = (
+            *(f"outer.every_steps={told.every_steps}", f"outer.codec.name={codec.name}"),
+            links_of(bandwidth),
+        )
         again = folder / f"{codec.name}-again"
         again.mkdir()
         (again / "run.yaml").write_text((folder / "run.yaml").read_text())
@@ -344,10 +352,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="of control requests")
     parser.add_argument("--mbit-s", type=float, default=30, help="overlap: of the link")
     parser.add_argument("--codec", default="none", help="heartbeats: outer.codec.name")
+    parser.add_argument("--codecs", nargs="*", default=AUTO_CODECS, help="cells: of these codecs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.part == "cells":
-            return cells(Path(folder) / "links")
+            return cells(Path(folder) / "links", options.codecs)
         if options.part == "named":
             return named(Path(folder) / "links")
         if options.part == "overlap":

@@ -281,6 +281,15 @@ class OuterRound(
     fates: list[dict[str, Any]] = field(default_factory=list)
 
 
+class SiteLinkMeasured(Event, kind="site_link_measured"):
+    """The link between two of `cluster.sites`, measured when a generation started."""
+
+    site: str
+    other: str
+    mbit_s: float  # of the slower direction, with both in use
+    latency_ms: float  # one way
+
+
 class LearnerChecked(Event, kind="learner_checked", absent_if_empty={"overruled"}):
     """A rank has computed the round of another rank's learner again. The checker writes it. If it
     found something else, a third rank does so too, and its verdict counts."""

@@ -37,22 +37,33 @@ BUCKET = "runs"
 SERVER_VARIABLE = "HOLDFAST_TEST_S3"
 
 _SERVER = """
-    import os, sys, threading
+    import functools, os, sys, threading
     def until_closed():
         sys.stdin.buffer.read()
         os._exit(0)
     threading.Thread(target=until_closed, daemon=True).start()
+    from moto.s3.models import S3Backend
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
     from werkzeug.serving import WSGIRequestHandler
     # Head and body are two segments, of which the second would wait 40 ms for the first one's ACK.
     WSGIRequestHandler.disable_nagle_algorithm = True
-    # moto looks whether an object is there and then puts it: two threads at once may both win.
-    lock, put = threading.Lock(), S3Response.put_object
-    def alone(response):
-        with lock:
-            return put(response)
-    S3Response.put_object = alone
+    # moto looks whether an object is there and then puts it: two threads at once may both win. A
+    # listing in which another thread deletes an object is answered with 500.
+    lock = threading.RLock()
+    def alone(owner, name):
+        call = getattr(owner, name)
+        @functools.wraps(call)
+        def locked(*values, **named):
+            with lock:
+                return call(*values, **named)
+        setattr(owner, name, locked)
+    alone(S3Response, "put_object")
+    for name in (
+        *("list_objects", "list_objects_v2", "list_object_versions"),
+        *("delete_object", "delete_objects", "copy_object", "complete_multipart_upload"),
+    ):
+        alone(S3Backend, name)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     print(*server.get_host_and_port(), flush=True)

@@ -36,11 +36,12 @@ from holdfast.events import (
     NodesPresent,
     OuterRound,
     Record,
+    SiteLinkMeasured,
     StepDone,
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.launch.run.rounds import by_codec, values_of_change
+from holdfast.launch.run.rounds import by_codec, sites_of, values_of_change
 from holdfast.launch.run.runs import open_run
 from holdfast.launch.start.facts import Facts
 from holdfast.machine.hardware import detect_hardware
@@ -255,7 +256,8 @@ def _disturb_sites(run_file: Path, folder: Path, how: str, chooser: random.Rando
     gate = FaultOrders(folder.parent / "gate")
     gate.prepare(0)
     places = chooser.choice(((1, 1), (1, 2), (2, 1)))
-    rows = ", ".join(f"{{name: site-{name}, nodes: [{name}], mbit_s: 100}}" for name in SITES)
+    link = chooser.choice(("", ", mbit_s: 100"))
+    rows = ", ".join(f"{{name: site-{name}, nodes: [{name}]{link}}}" for name in SITES)
     settings = (
         *(*SETTINGS, *HOWS[how], f"layout.workers={sum(places)}"),
         *(f"cluster.faults={gate.folder}", f"cluster.sites=[{rows}]"),
@@ -302,6 +304,11 @@ def _disturb_sites(run_file: Path, folder: Path, how: str, chooser: random.Rando
             _open_until(gate, sites, partial(_has_round_of, sites, [set(SITES)], step))
         gate.open_gate(ROUNDS)
         assert set(sites.end().values()) == {0}, sites.story()
+        measured = sites.events(SiteLinkMeasured)
+    assert bool(measured) == (not link)
+    if measured:
+        found = sites_of(load_config(run_file, list(settings)), measured=folder)
+        assert {site.bandwidth for site in found} == {measured[-1].mbit_s * 1e6 / 8}
 
 
 def _check_replay(folder: Path) -> None:

@@ -59,6 +59,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
     """
     found = open_run(run)
     rows, described, kept = [], [], retention.kept_steps(found.store)
+    losses = retention.best_losses(found.store)
     for key in list_commits(found.store):
         try:
             row = describe_checkpoint(found.store, key)
@@ -70,6 +71,9 @@ def list_(run: RunArgument, json: Json = False) -> None:
         else:
             mark = " (kept)" if row["step"] in kept else ""
             row |= {"kept": True} if mark else {}
+            if (loss := losses.get(row["step"])) is not None:
+                mark = f" (kept, validation loss {loss:.4f})"
+                row["validation_loss"] = loss
             size = format_bytes(row["bytes"])
             rows.append((f"{row['step']}{mark}", row["generation"], size, key))
         described.append(row)

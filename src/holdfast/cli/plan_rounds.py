@@ -70,7 +70,7 @@ def read_round_request(
     if loaded.config.model.vocab_size == 0:
         size = loaded.config.data.tokenizer.vocab_size
         loaded = loaded.with_planned({"model.vocab_size": size}, GUESSED_VOCABULARY)
-    places = sites_of(loaded, sites)
+    places = sites_of(loaded, sites, measured)
     machines = machines_of(loaded.config, detect_hardware(), cluster)
     model, source = model_of(loaded, places, machines, measured)
     codecs = codec_choices(loaded, model.values, sum(site.workers for site in places))

@@ -137,6 +137,12 @@ def test_a_trace_without_a_node_is_refused(files: Path, seconds: float, join: fl
     refused.refuses("t.jsonl: no node is there before the trace ends; look at it")
 
 
+def test_a_stretch_without_a_policy_that_uses_it_is_refused(files: Path) -> None:
+    words = ("simulate", "run.yaml", "--cluster", "machines.yaml", "--make", "failures")
+    within(*words, "--set", "stretch=1.5").refuses("carbon-pause")
+    within(*words, "--set", "stretch=0.5", "--policy", "carbon-cap").refuses("1 or more")
+
+
 def test_a_made_trace_needs_no_file(files: Path) -> None:
     words = ["simulate", "run.yaml", "--cluster", "machines.yaml", "--make", "spot", "--json"]
     made = within(*words, "--days", "0.2", "--set", "between_s=900", "--seeds", "2").succeeds()

@@ -84,6 +84,9 @@ def test_the_command_has_the_figures_of_the_plan(tmp_path: Path) -> None:
     plan = json.loads(within("plan", *words, "--json").succeeds().out)
     found = within("simulate", *words, "--trace", str(tmp_path / "t.csv"), "--json")
     simulated = json.loads(found.succeeds().out)
+    open_links = rows.replace(", mbit_s: 10", "")
+    unknown = within("plan", str(path), "outer.learners=2", f"cluster.sites={open_links}")
+    unknown.refuses("the link of a is not known", "--measured RUN")
     none = plan["rounds"][0]
     assert simulated["rounds"] == 50
     left = sum(simulated["link_bytes"].values())

@@ -64,6 +64,7 @@ FACTORY: dict[str, Any] = {
     "max_samples": 1000,
     "output_dir": "saves",
     "save_steps": 500,
+    "load_best_model_at_end": True,
     "report_to": "wandb",
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 8,
@@ -189,6 +190,9 @@ def test_a_configuration_of_llama_factory(tiny: Path, tmp_path: Path) -> None:
     assert [s.path for s in config.data.sources] == ["data/pairs.json", "data/others.json"]
     assert {s.rows for s in config.data.sources} == {"preference"}
     assert (config.train.epochs, config.train.batch_size) == (3.0, 8)
+    assert (config.checkpoint.every_steps, config.checkpoint.keep_best) == (500, 1)
+    by_another = llama_factory.translate({**FACTORY, "metric_for_best_model": "accuracy"})
+    assert "load_best_model_at_end" in by_another.left_out
     text = path.read_text()
     for words in ("template (the folder's own", "max_samples", "pairs.columns", "warmup_ratio"):
         assert f"# left out: {words}" in text

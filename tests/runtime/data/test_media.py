@@ -341,3 +341,6 @@ def test_the_built_in_decoder_refuses_images(tmp_path: Path) -> None:
     )
     within("train", run_file, f"folder={tmp_path}/run").refuses("data.features.kind", "task")
     within("data", "prepare", run_file).succeeds()
+    shown = within("data", "inspect", run_file).succeeds().out
+    assert "features: uint8 [16, 192]" in shown
+    assert "picture number" in shown

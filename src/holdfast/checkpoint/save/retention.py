@@ -51,16 +51,22 @@ def kept_steps(store: RunStore) -> set[int]:
     return set().union(*(_marked_steps(store, prefix) for prefix in prefixes))
 
 
+def best_losses(store: RunStore) -> dict[int, float]:
+    """Return the validation losses of the steps that checkpoint.keep_best keeps."""
+    found = {}
+    for step in _marked_steps(store, BEST_PREFIX):
+        with suppress(MissingKeyError):  # a run at work has released it
+            found[step] = float(store.get(f"{BEST_PREFIX}{step}"))
+    return found
+
+
 def keep_lowest(store: RunStore, keep_best: int, losses: Mapping[int, float]) -> None:
     """Keep the checkpoints of the `keep_best` steps with the lowest validation loss.
 
     losses: new ones, by step. A step whose checkpoint may still come is kept, and releases no
     other one.
     """
-    known = dict(losses)
-    for step in _marked_steps(store, BEST_PREFIX) - losses.keys():
-        with suppress(MissingKeyError):  # another node of the run does the same
-            known[step] = float(store.get(f"{BEST_PREFIX}{step}"))
+    known = best_losses(store) | dict(losses)
     places = map(parse_commit_key, list_commits(store))
     committed = {place[0] for place in places if place is not None}
     kept = {step for step in known if step > max(committed, default=0)}

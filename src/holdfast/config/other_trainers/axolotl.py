@@ -11,6 +11,7 @@ from holdfast.config.other_trainers.translation import (
     source_name,
     take_lora,
     take_optimizer,
+    take_saves,
     take_training,
 )
 from holdfast.errors import ConfigError
@@ -106,9 +107,7 @@ def _take_warmup(there: Translation) -> None:
 
 def _take_places(there: Translation) -> None:
     there.take("output_dir", "folder")
-    there.take("save_steps", "checkpoint.every_steps")
-    there.take("eval_steps", "train.evaluate.every")
-    there.take("save_total_limit", "checkpoint.keep_last")
+    take_saves(there)
     if there.take("wandb_project", "logging.wandb.project"):
         there.values["logging.trackers"] = ["wandb"]
         there.take("wandb_entity", "logging.wandb.entity")

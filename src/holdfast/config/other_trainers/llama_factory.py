@@ -11,6 +11,7 @@ from holdfast.config.other_trainers.translation import (
     source_name,
     take_lora,
     take_optimizer,
+    take_saves,
     take_training,
 )
 
@@ -65,9 +66,7 @@ def translate(source: Mapping[str, Any], tables: Mapping[str, Any] | None = None
     elif share is not None:
         there.leave("val_size", "say a share in data.validation_fraction")
     there.take("output_dir", "folder")
-    there.take("save_steps", "checkpoint.every_steps")
-    there.take("eval_steps", "train.evaluate.every")
-    there.take("save_total_limit", "checkpoint.keep_last")
+    take_saves(there)
     _take_trackers(there)
     objective = _take_objective(there)
     _take_adapter(there)

@@ -177,6 +177,18 @@ def take_optimizer(there: Translation, key: str) -> None:
         there.values.pop("train.optimizer.eps", None)
 
 
+def take_saves(there: Translation) -> None:
+    """Take when a trainer by transformers saves and validates, and what it keeps."""
+    there.take("save_steps", "checkpoint.every_steps")
+    there.take("eval_steps", "train.evaluate.every")
+    there.take("save_total_limit", "checkpoint.keep_last")
+    if there.take("load_best_model_at_end"):
+        if there.take("metric_for_best_model", default="loss") in ("loss", "eval_loss"):
+            there.values["checkpoint.keep_best"] = 1
+        else:
+            there.leave("load_best_model_at_end", "checkpoint.keep_best is by the loss alone")
+
+
 def take_lora(there: Translation, rank: Any, alpha: Any, dropout: Any, targets: Any) -> None:
     there.values["lora.rank"] = int(rank)
     there.values["lora.alpha"] = alpha

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.data.target_weights import target_ids
+from holdfast.data.order.packing import PackedSamples
 from holdfast.data.read.vocabulary import load_tokenizer
 from holdfast.data.stages.chat_gate import ShownDocument, titles
-from holdfast.data.stream.batch import MASKED_TARGET, Batches, Microbatch
+from holdfast.data.stream.batch import FEATURES, MASKED_TARGET, Batches, Microbatch
 from holdfast.data.stream.dataset import Dataset
 
 MASK_SAMPLES = 256
@@ -65,12 +66,17 @@ def mask_shares(batches: Batches) -> dict[str, Any]:
 def render_sample(batches: Batches, position: int = 0) -> str:
     """Return the text of the sample at one position of the run. Each token is between bars, an end
     of document is on a line of its own, and masked targets are marked. Of chat data, each row is
-    shown as `chat_gate` shows one."""
+    shown as `chat_gate` shows one. Of an image or a recording, its text is shown."""
     batch = batches.read_samples(position, position + 1)
     source = batches.order.place(position).source
-    if batches.packed[source] is not None:
+    if isinstance(batches.packed[source], PackedSamples):
         return _render_rows(batches, batch, batches.dataset.streams("train")[source].rows)
     tokenizer = load_tokenizer(batches.dataset.tokenizer_path)
+    if FEATURES in batch.side:
+        numbers, ids = batch.side[FEATURES][0], batch.targets[0]
+        ids = ids[(ids != MASKED_TARGET) & (ids != batches.dataset.end)]
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return f"features: {numbers.dtype} {list(numbers.shape)}\n{text}"
     out: list[str] = []
     for token, target in zip(batch.inputs[0].tolist(), batch.targets[0].tolist(), strict=True):
         if token == batches.dataset.end:

@@ -13,6 +13,7 @@ from holdfast.config.loading.fields import leaves
 from holdfast.config.loading.load import LoadedConfig, PlannedValues
 from holdfast.config.run import RunConfig
 from holdfast.config.sections.outer import OuterConfig
+from holdfast.config.sections.sites import SiteConfig
 from holdfast.core.data.lineage import split_effective
 from holdfast.core.round_bytes import payload_bytes
 from holdfast.core.sharding.adapters import lora_parameters
@@ -21,7 +22,7 @@ from holdfast.core.sharding.parameters import count_parameters
 from holdfast.core.sharding.run_table import run_parameters
 from holdfast.core.sharding.state_table import learner_shares
 from holdfast.errors import ConfigError, UserError
-from holdfast.events import OuterRound, StepDone
+from holdfast.events import OuterRound, SiteLinkMeasured, StepDone
 from holdfast.launch.run.runs import open_run
 from holdfast.launch.start.facts import Facts
 from holdfast.layout import Layout, place_layout
@@ -45,11 +46,15 @@ MEASURE_LIMIT_S = 300.0
 _MBIT = 1e6 / 8
 _SHORT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(?:,(\d+(?:\.\d+)?))?")
 _NODE = "node"
+_MEASURED = "RUN_FILE --measured RUN"
 
 
-def sites_of(loaded: LoadedConfig, short: str = "") -> tuple[Site, ...]:
+def sites_of(
+    loaded: LoadedConfig, short: str = "", measured: Path | None = None
+) -> tuple[Site, ...]:
     """Return the sites of a run and their workers. short: `2x1@100,20`, two sites of one worker at
-    100 Mbit/s and 20 ms each, in place of `cluster.sites`. Raises ConfigError."""
+    100 Mbit/s and 20 ms each, in place of `cluster.sites`. measured: a run whose journal has the
+    links that `cluster.sites` leaves out. Raises ConfigError."""
     if short:
         return _short_sites(short)
     config = loaded.config
@@ -78,9 +83,32 @@ def sites_of(loaded: LoadedConfig, short: str = "") -> tuple[Site, ...]:
     found = []
     for site in given:
         workers = site.workers or parts.pop(0)
-        link = site.mbit_s * _MBIT, site.latency_ms / 1000, site.usd_per_gb
-        found.append(Site(site.name, workers, *link))
+        mbit_s, latency_ms = _link_of(site, loaded, measured)
+        found.append(Site(site.name, workers, mbit_s * _MBIT, latency_ms / 1000, site.usd_per_gb))
     return tuple(found)
+
+
+def _link_of(site: SiteConfig, loaded: LoadedConfig, measured: Path | None) -> tuple[float, float]:
+    """Return Mbit/s and milliseconds of a site's link: given, or the newest that a run measured.
+    Raises ConfigError."""
+    if site.mbit_s is not None:
+        return site.mbit_s, site.latency_ms or 0.0
+    events = [] if measured is None else [r.event for r in read_journal(open_run(measured).store)]
+    links = {
+        frozenset((event.site, event.other)): event
+        for event in events
+        if isinstance(event, SiteLinkMeasured) and site.name in (event.site, event.other)
+    }
+    if not links:
+        raise ConfigError(
+            f"the link of {site.name} is not known",
+            where=loaded.where("cluster.sites"),
+            remedy=f"give its mbit_s, or name a run that measured it: holdfast plan {_MEASURED}",
+        )
+    latency_ms = site.latency_ms
+    if latency_ms is None:
+        latency_ms = max(event.latency_ms for event in links.values())
+    return max(event.mbit_s for event in links.values()), latency_ms
 
 
 def _short_sites(text: str) -> tuple[Site, ...]:
@@ -299,5 +327,8 @@ def codec_choices(
             found.append(CodecChoice(name, 0))
             continue
         size = payload_bytes(name, outer.codec.share, values)
-        found.append(CodecChoice(name, size, *times[name]))
+        encode_s, decode_s = times[name]
+        if name != "none" and outer.codec.error_feedback > 0:
+            encode_s += decode_s  # a learner decodes its own change, to know what is left out
+        found.append(CodecChoice(name, size, encode_s, decode_s))
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 Address = tuple[str, int]
@@ -23,6 +23,7 @@ Address = tuple[str, int]
 _DESCRIPTOR_FOLDER = "/proc/self/fd"
 _RECEIVED_AT = 128
 """Offset of tcpi_bytes_received in Linux' struct tcp_info."""
+_SO_MAX_PACING_RATE = 47  # of Linux; Python's socket module has no name for it
 
 
 def listening_addresses() -> set[Address]:
@@ -43,6 +44,18 @@ def received_bytes(own: Address, others: Collection[Address]) -> int:
             info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
             total += struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
     return total
+
+
+def pace_connections(own: Address, others: Collection[Address], rates: Mapping[str, float]) -> None:
+    """Let the connections of a group send no faster than so many bytes a second. Only Linux can.
+
+    The first two are those of `cut_connections`. rates: by the far side's host."""
+    for each in _connections(own, others):
+        with suppress(OSError):
+            rate = rates.get(each.getpeername()[0])
+            if rate is not None:
+                value = struct.pack("=Q", int(rate))
+                each.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, value)
 
 
 def cut_connections(own: Address, others: Collection[Address]) -> None:

@@ -21,7 +21,7 @@ gloo shape this file (all observed with torch 2.13):
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -39,6 +39,7 @@ from holdfast.parallel.comm.gloo_sockets import (
     address_to_text,
     cut_connections,
     listening_addresses,
+    pace_connections,
     received_bytes,
 )
 from holdfast.parallel.comm.lanes import Lane
@@ -156,6 +157,14 @@ class PeerGroup(AbortableGroup):
     def forget_previous_exchange(self) -> None:
         """Forget the sends of the exchange before: all ranks ended it, as this one has ended."""
         del self._exchange_sends[: len(self._exchange_sends) - len(self.others)]
+
+    def pace(self, rates: Mapping[int, float]) -> None:
+        """Send no faster than so many bytes a second to some peers, and to all on their hosts."""
+        if self._addresses is not None:
+            own, theirs = self._addresses
+            peers = [peer for peer in range(self.size) if peer != self.rank]
+            hosts = {peer: host for peer, (host, _) in zip(peers, theirs, strict=True)}
+            pace_connections(own, theirs, {hosts[peer]: rate for peer, rate in rates.items()})
 
     def received_bytes(self) -> int:
         """Return the bytes that have come from the other ranks, parts of messages included; 0 if

@@ -25,6 +25,9 @@ from holdfast.core.sharding.reduction_tree import Shares
 
 MOST_STEPS = 10**6
 """Inner steps of a round, as `outer.every_steps` allows."""
+OVERHEAD_MARGIN = 1.25
+"""All of a round but its computing may take so much longer than predicted. A number of steps still
+reaches its compute share then (`benchmarks.runtime.outer_links named`)."""
 FIRST_WINDOW_BYTES = 14_480
 """That a connection sends before it hears of the other side (RFC 6928)."""
 
@@ -74,6 +77,12 @@ class RoundCost:
     def compute_share(self) -> float:
         return self.compute_s / self.round_s if self.round_s else 0.0
 
+    @property
+    def safe_share(self) -> float:
+        """The compute share if all else takes `OVERHEAD_MARGIN` times as long."""
+        rest_s = OVERHEAD_MARGIN * (self.round_s - self.compute_s)
+        return self.compute_s / (self.compute_s + rest_s) if self.round_s else 0.0
+
 
 @dataclass(frozen=True)
 class RoundModel:
@@ -118,17 +127,17 @@ class RoundModel:
         )
 
     def least_steps(self, codec: CodecChoice, share: float) -> RoundCost | None:
-        """Return the round with the fewest inner steps whose compute share is at least `share`;
-        None if there is none."""
+        """Return the round with the fewest inner steps whose safe share is at least `share`; None
+        if there is none."""
         part = self.fragments  # a round has at least one step before its change leaves
         low = high = self.overlap_steps + 1
-        while self.cost(high * part, codec).compute_share < share:
+        while self.cost(high * part, codec).safe_share < share:
             low, high = high, high * 2
             if high * part > MOST_STEPS:
                 return None
         while low < high:
             middle = (low + high) // 2
-            if self.cost(middle * part, codec).compute_share < share:
+            if self.cost(middle * part, codec).safe_share < share:
                 low = middle + 1
             else:
                 high = middle

@@ -31,6 +31,7 @@ from holdfast.events import (
     StepTraced,
 )
 from holdfast.parallel.comm.trace import REDUCE
+from holdfast.parallel.outer.site_links import measure_site_links, pace_site_links
 from holdfast.policy.detection.bad_steps import StepRetry
 from holdfast.policy.detection.loss_spikes import LossJump, find_loss_jump
 from holdfast.policy.saving.destinations import SaveDestinations, why_save_now
@@ -288,6 +289,12 @@ class TrainingLoop:
 
     def _run_steps(self, loader: StepFeed) -> TrainingOutcome:
         last_step = self.config.train.steps
+        if self.config.outer.is_on:
+            groups, cluster = self.engine.groups, self.config.cluster
+            nodes = [groups.topology.nodes[rank] for rank in groups.positions]
+            pace_site_links(groups.control, nodes, cluster)
+            for link in measure_site_links(groups.control, nodes, cluster):
+                self.reporter.emit(replace(link, step=self.start_step))
         for batch in self.engine.order_shares(loader):
             stopping = self.step(batch)
             if batch.step >= last_step or stopping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,4 +74,7 @@ def test_a_run_keeps_its_best_checkpoints(tmp_path: Path) -> None:
     assert max(best) < 60, "the test needs a run that gets worse"
     assert {*best, 60} <= there
     assert kept_steps(store) == set(best)
+    listed = json.loads(within("checkpoint", "list", tmp_path / "run", "--json").succeeds().out)
+    told = {row["step"]: row["validation_loss"] for row in listed if "validation_loss" in row}
+    assert told == {step: losses[step] for step in best}
     assert len(there) <= 5, "the rest is removed, but for those that were verified or came last"

@@ -25,9 +25,11 @@ def test_the_fewest_steps_are_those_of_a_search_one_by_one(
 ) -> None:
     rounds = model()
     found = rounds.least_steps(codec, share)
-    steps = next(n for n in range(1, 10**4) if rounds.cost(n, codec).compute_share >= share)
+    steps = next(n for n in range(1, 10**4) if rounds.cost(n, codec).safe_share >= share)
     assert found is not None
     assert found.every_steps == steps
+    overhead_s = found.round_s - found.compute_s
+    assert found.compute_s / (found.compute_s + 1.25 * overhead_s) >= share
 
 
 def test_a_share_that_coding_alone_rules_out_has_no_number_of_steps() -> None:
