@@ -37,6 +37,7 @@ def test_a_run_waits_for_a_better_hour_and_continues_to_the_same_bits(
     run.until(lambda record: isinstance(record.event, PauseBegun))
     wait_until(lambda: "paused at step" in within("status", tmp_path / "run").out, what="the pause")
     say(signal, 350)  # below the one limit only
+    replace_file(signal, "time,grams\n2026-01")  # half of it: no pause ends
     say(signal, 250)
     run.until(lambda record: isinstance(record.event, StepDone) and record.event.step >= 20)
     say(signal, 401)

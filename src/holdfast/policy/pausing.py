@@ -91,7 +91,11 @@ def read_signal(text: str, source: str, column: str = "") -> Signal:
 
     column: of the values; "": the only one. Rows without a value are left out. Raises DataError.
     """
-    rows = list(csv.reader(text.splitlines()))
+    try:
+        rows = list(csv.reader(text.splitlines()))
+    except csv.Error as error:
+        remedy = "write a time and a number in each row"
+        raise DataError(f"this is no table ({error})", where=source, remedy=remedy) from None
     header = rows[0] if rows else []
     if len(header) < 2 or (column and column not in header[1:]):
         named = f"no column {column}" if column else "no column of values"

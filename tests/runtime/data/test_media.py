@@ -5,6 +5,7 @@ Every kind of source gives the same, and any number of processes gives the same 
 from __future__ import annotations
 
 import io
+import struct
 import tarfile
 import wave
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.features import FeaturesConfig
 from holdfast.data.prepare.prepare import prepare_dataset
-from holdfast.data.read.features import FeatureFormat
+from holdfast.data.read.features import FeatureFormat, decode_wav
 from holdfast.data.stream.dataset import Dataset
 from holdfast.data.stream.verify import find_problems
 from holdfast.errors import DataError
@@ -344,3 +345,20 @@ def test_the_built_in_decoder_refuses_images(tmp_path: Path) -> None:
     shown = within("data", "inspect", run_file).succeeds().out
     assert "features: uint8 [16, 192]" in shown
     assert "picture number" in shown
+
+
+@pytest.mark.parametrize("bits", [40, 64])
+def test_a_recording_of_odd_width_or_with_a_damaged_header_is_a_bad_row(bits: int) -> None:
+    size = bits // 8
+    layout = struct.pack("<HHIIHH", 1, 1, 16000, 16000 * size, size, bits)
+    parts = b"WAVEfmt ", struct.pack("<I", 16), layout, b"data", struct.pack("<I", size), b"\0" * 8
+    content = b"RIFF" + struct.pack("<I", 36 + size) + b"".join(parts)
+    with pytest.raises(ValueError, match="bits"):
+        decode_wav(content)
+    with pytest.raises(ValueError, match="cut short"):
+        decode_wav(content.replace(b"fmt \x10", b"fmt \xc8"))
+
+
+@pytest.mark.parametrize("seconds", [0.29, 1.1, 2.3])
+def test_lengths_of_whole_frames_are_taken(seconds: float) -> None:
+    assert FeaturesConfig(kind="log_mel", seconds=seconds).is_on

@@ -329,6 +329,7 @@ def _switched_off(loaded: LoadedConfig) -> Iterator[Finding]:
         ("layout.cp_ring", layout.cp_method != "ulysses-ring", method),
         *(rule for option in option_keys() for rule in option.without_effect(layout)),
         *((f"pause.{n}", not config.pause.file, "no pause.file") for n in _OF_PAUSES),
+        ("data.curriculum.by", config.rollout.is_on, "rollout.prompts"),
         ("cluster.notices_at", cluster.notices == "none", "cluster.notices none"),
         ("cluster.below_minimum", cluster.min_nodes == 1, "cluster.min_nodes 1"),
         *(

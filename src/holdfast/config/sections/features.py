@@ -54,5 +54,5 @@ class FeaturesConfig(Section):
                 f"sample_rate {self.sample_rate} has no whole number of samples in 5 ms: "
                 f"use {near}, or another multiple of 200"
             )
-        if round(self.seconds * FRAMES_PER_SECOND) != self.seconds * FRAMES_PER_SECOND:
+        if self.seconds != round(self.seconds, 2):  # 1.1 * 100 is no whole number
             yield f"seconds {self.seconds:g} is no multiple of 0.01: use {self.seconds:.2f}"

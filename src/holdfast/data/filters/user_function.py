@@ -47,14 +47,14 @@ def number_function(recipe: dict[str, Any]) -> Callable[[str], float]:
     ask = _asker(recipe, (int, float), "return a number")
 
     def score(text: str) -> float:
-        found = float(ask(text))
+        found = ask(text)
         if not abs(found) <= MAX_SCORE:
             raise DataError(
-                f"{recipe['function']}() returned {found:g} for the document {_name(text)}",
+                f"{recipe['function']}() returned no such number for the document {_name(text)}",
                 where=recipe["place"],
                 remedy=f"return a number between -{MAX_SCORE:g} and {MAX_SCORE:g}",
             )
-        return found
+        return float(found)
 
     return score
 

@@ -14,6 +14,7 @@ Log-mel is computed in float64 and rounded to float16, so it is the same on each
 from __future__ import annotations
 
 import io
+import warnings
 import wave
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -175,9 +176,11 @@ def open_image(content: bytes) -> Any:
     if not content:
         raise ValueError("the image is empty: it has no bytes")
     try:
-        image = Image.open(io.BytesIO(content))
-        width, height = image.size
-        frames = getattr(image, "n_frames", 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what matters is refused below
+            image = Image.open(io.BytesIO(content))
+            width, height = image.size
+            frames = getattr(image, "n_frames", 1)
     except Exception as error:  # what decoders raise for hostile bytes has no common class
         what = str(error) if "<_io.BytesIO" not in str(error) else "no known format"
         raise ValueError(f"this is no image that Pillow reads ({what[:200]})") from None
@@ -241,8 +244,10 @@ def decode_wav(content: bytes) -> tuple[NDArray[np.float64], int]:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             count = file.getnframes()
             frames = file.readframes(count)
-    except EOFError:
+    except (EOFError, RuntimeError):  # of wave, for lengths of blocks that do not fit
         raise ValueError("the recording is cut short: its header is not complete") from None
+    if width not in FULL_SCALE:
+        raise ValueError(f"the recording has {8 * width} bits a sample, not 8, 16, 24 or 32")
     if len(frames) != count * width * channels:
         has = len(frames) // (width * channels)
         raise ValueError(f"the recording is cut short: {has:,} of {count:,} samples are there")

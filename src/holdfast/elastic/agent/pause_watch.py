@@ -49,19 +49,20 @@ class PauseSignal:
             ) from error
         return self._read[1]
 
-    def begins(self, now: float, paused_at: float | None) -> tuple[bool, float | None]:
-        """Return whether a pause begins at `now`, and the pause that bars one. Raises UserError."""
+    def begins(self, now: float, paused_at: float | None) -> tuple[float | None, float | None]:
+        """Return the value if a pause begins at `now`, and the pause that bars one. Raises
+        UserError."""
         signal, limits = self.read(), self.limits
         paused_at = pause_in_force(signal, limits, now, paused_at)
-        return begins(signal, limits, now, paused_at), paused_at
+        return signal.at(now) if begins(signal, limits, now, paused_at) else None, paused_at
 
     def lasts(self, now: float, paused_at: float) -> bool:
         """Return True if the pause of that time is not over. Raises UserError."""
         return lasts(self.read(), self.limits, now, paused_at)
 
-    def describe(self, now: float) -> str:
+    def describe(self, value: float) -> str:
         """Say why the run waits."""
-        value, limits = self.read().at(now), self.limits
+        limits = self.limits
         return (
             f"pause: the value is {value:g}, above {limits.above:g}; training continues at "
             f"{limits.below:g} or less, after {self.config.max_hours:g} h at the latest"
@@ -77,8 +78,10 @@ def last_pause(records: Iterable[Record]) -> float | None:
 class PauseWatch:
     """One agent's watch. Lives in one event loop."""
 
-    def __init__(self, config: PauseConfig, emit: Callable[[Event], None], say: Say) -> None:
-        self._signal, self._emit, self._say = PauseSignal(config), emit, say
+    def __init__(
+        self, config: PauseConfig, steps: int, emit: Callable[[Event], None], say: Say
+    ) -> None:
+        self._signal, self._steps, self._emit, self._say = PauseSignal(config), steps, emit, say
         self.leads: Callable[[], bool] = lambda: False
         """Returns True if this agent leads the run."""
         self.newest_step: Callable[[], int] = lambda: 0
@@ -93,23 +96,24 @@ class PauseWatch:
 
     async def check_forever(self, interval_s: float, clock: Callable[[], float]) -> None:
         """Check every `interval_s` seconds; never ends. clock: of the journal's records."""
-        is_stopped = False
+        value: float | None = None
         while True:
             await asyncio.sleep(interval_s)
-            if is_stopped or not self.leads() or not self.newest_step():
+            is_under_way = 0 < self.newest_step() < self._steps  # the end is not put off
+            if value is not None or not is_under_way or not self.leads():
                 continue
             now = clock()
             try:
-                is_stopped, self._paused_at = await asyncio.to_thread(
+                value, self._paused_at = await asyncio.to_thread(
                     self._signal.begins, now, self._paused_at
                 )
                 self._problem = ""
             except UserError as error:
                 self._complain(f"{error}; training continues")
-            if is_stopped:
-                limits, value = self._signal.limits, self._signal.read().at(now) or 0.0
+            if value is not None:
+                limits = self._signal.limits
                 self._emit(PauseBegun(value, limits.above, limits.below, step=self.newest_step()))
-                self.stop(self._signal.describe(now), 0)
+                self.stop(self._signal.describe(value), 0)
 
     def _complain(self, problem: str) -> None:
         if problem != self._problem:

@@ -53,7 +53,10 @@ class RunRecords:
         self.best = BestCheckpoints(context.store, config.checkpoint.keep_best, say)
         learn.append(self.best.observe)
         self.pausing = PauseWatch(
-            config.pause, lambda event: self.progress.emit_once_begun(event), say
+            config.pause,
+            config.train.steps,
+            lambda event: self.progress.emit_once_begun(event),
+            say,
         )
         if alone:
             learn.append(lambda record: self.ledger_coverage.observe(record.event))

@@ -15,8 +15,7 @@ from holdfast.config.loading.load import LoadedConfig
 from holdfast.config.run import RunConfig
 from holdfast.elastic.agent.pause_watch import PauseSignal, last_pause
 from holdfast.elastic.event_log import Say
-from holdfast.errors import ConfigError
-from holdfast.events import PauseBegun, RunStarted
+from holdfast.errors import ConfigError, UserError
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_location import store_of_run
 
@@ -50,29 +49,36 @@ def train_between_pauses(
     signal, is_first = PauseSignal(config.pause), True
     while True:
         _wait(signal, folder, say)
+        earlier = _last_pause(folder)
         code = session(is_first)
         is_first = False
-        if code not in (0, config.cluster.left_exit_code) or not _is_paused(folder):
+        if code not in (0, config.cluster.left_exit_code) or _last_pause(folder) == earlier:
             return code
 
 
 def _wait(signal: PauseSignal, folder: Path, say: Say) -> None:
-    """Return when the run may train. Raises UserError for a file that cannot be read."""
-    paused_at = last_pause(read_journal(store_of_run(folder)))
-    if paused_at is None or not signal.lasts(time.time(), paused_at):
+    """Return when the run may train. A file that cannot be read meanwhile ends no pause."""
+    paused_at, problem = _last_pause(folder), ""
+
+    def lasts(since: float) -> bool:
+        nonlocal problem
+        now = time.time()
+        try:
+            is_paused, found = signal.lasts(now, since), ""
+        except UserError as error:
+            is_paused, found = now - since < signal.limits.longest_s, str(error)
+        if found and found != problem:
+            say(f"{found}; the run waits for it")
+        problem = found
+        return is_paused
+
+    if paused_at is None or not lasts(paused_at):
         return
     say("the run waits; Ctrl-C ends the command, and the same one resumes the run")
-    while signal.lasts(time.time(), paused_at):
+    while lasts(paused_at):
         time.sleep(_POLL_S)
     say("the pause is over")
 
 
-def _is_paused(folder: Path) -> bool:
-    """Return True if the newest session ended with a pause."""
-    sessions = [
-        record
-        for record in read_journal(store_of_run(folder))
-        if isinstance(record.event, RunStarted | PauseBegun)
-    ]
-    newest = max(sessions, key=lambda record: record.time, default=None)
-    return newest is not None and isinstance(newest.event, PauseBegun)
+def _last_pause(folder: Path) -> float | None:
+    return last_pause(read_journal(store_of_run(folder)))
