@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from math import isfinite
 
 from holdfast.checkpoint.save.retention import keep_lowest
@@ -22,6 +23,13 @@ class BestCheckpoints:
         self._store, self._keep_best, self._say = store, keep_best, say
         self._losses: dict[int, float] = {}  # that are not stored yet
         self._writing: asyncio.Task[None] | None = None
+
+    def load(self, records: Iterable[Record]) -> None:
+        """Learn the losses of earlier sessions: one may have ended before it stored them, or
+        without `keep_best`. They are stored with the next one."""
+        for record in sorted(records, key=lambda record: record.order):
+            if isinstance(event := record.event, Evaluated) and isfinite(event.loss):
+                self._losses[event.step] = event.loss
 
     def observe(self, record: Record) -> None:
         event = record.event

@@ -84,6 +84,7 @@ class RunRecords:
             return
         self.spending.load(records)
         self.pausing.load(records)
+        self.best.load(records)
         for record in records:
             self.failure_history.observe(record)
             self.notice_handler.measurements.observe(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from holdfast.checkpoint.save.retention import (
     removable_commits,
 )
 from holdfast.core.format.manifest import commit_key, parse_commit_key
-from holdfast.events import Evaluated
+from holdfast.elastic.agent.best_checkpoints import BestCheckpoints
+from holdfast.events import Evaluated, Record
 from holdfast.wire.journal import read_journal
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import within, write_run_file
@@ -49,6 +51,24 @@ def test_a_step_that_is_done_again_has_its_newest_loss(tmp_path: Path) -> None:
     assert store.get(f"{BEST_PREFIX}10") == b"2.0"
     keep_lowest(store, 1, {20: 1.5})
     assert kept_steps(store) == {20}
+
+
+def test_losses_of_earlier_sessions_count(tmp_path: Path) -> None:
+    """The first session was killed before it stored a loss."""
+    store = FolderStore(tmp_path)
+    committed(store, 10, 20, 30)
+    losses = ((10, 1.0), (20, 2.0), (20, 3.0), (30, 2.5))
+    events = [Evaluated(loss, None, 1.0, 0.1, step=step) for step, loss in losses]
+    records = [Record(1, "agent", at, float(at), event) for at, event in enumerate(events)]
+
+    async def resume() -> None:
+        best = BestCheckpoints(store, 2, print)
+        best.load(records[:3])
+        best.observe(records[3])
+        await best.finish()
+
+    asyncio.run(resume())
+    assert kept_steps(store) == {10, 30}
 
 
 @pytest.mark.slow
