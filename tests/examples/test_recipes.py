@@ -171,6 +171,16 @@ def answers(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["speech", "images"])
+def test_read_media(examples: Path, kind: str) -> None:
+    if kind == "images":
+        pytest.importorskip("PIL")
+    said = run("examples/read_media/run.py", kind, folder=examples.parent)
+    assert_killed_and_equal(said)
+    assert "none missing, none twice" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "samples"), [("speech", 27), ("images", 24)])
 def test_speech_and_images(examples: Path, kind: str, samples: int) -> None:
     """The export's logits are those of the checkpoint's parameters."""
