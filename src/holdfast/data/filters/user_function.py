@@ -8,6 +8,7 @@ function does.
 
 from __future__ import annotations
 
+import reprlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,8 @@ def number_function(recipe: dict[str, Any]) -> Callable[[str], float]:
         found = ask(text)
         if not abs(found) <= MAX_SCORE:
             raise DataError(
-                f"{recipe['function']}() returned no such number for the document {_name(text)}",
+                f"{recipe['function']}() returned {reprlib.repr(found)} for the document "
+                f"{_name(text)}",
                 where=recipe["place"],
                 remedy=f"return a number between -{MAX_SCORE:g} and {MAX_SCORE:g}",
             )
