@@ -73,7 +73,7 @@ def train(
     run_file: Path, folder: Path, mode: str, every: int, minutes: float, per_hour: float
 ) -> _Measured:
     """Train for some minutes, with so many faults an hour."""
-    more = f"outer.mode={mode}", f"outer.every_steps={every}"
+    more: tuple[str, ...] = (f"outer.mode={mode}", f"outer.every_steps={every}")
     if mode == "free":
         more += "outer.free.grace_seconds=0.5", "outer.free.late=use"
     run = FollowedRun(folder, start("train", run_file, f"folder={folder}", *SETTINGS, *more))

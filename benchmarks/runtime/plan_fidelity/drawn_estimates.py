@@ -33,11 +33,11 @@ import torch
 from tests.support.adapters import write_base
 from tests.support.layouts import case, config_of, engine_of, topology_of
 from tests.support.ranks import ADDRESS, RankContext, Server, rank_values
-from tests.support.tiny_training import Fed
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.config.run import RunConfig
 from holdfast.data.read.weight_files import weights_checksum
+from holdfast.data.stream.loader import TensorMicrobatch
 from holdfast.plan.memory.estimate import rank_estimate
 from holdfast.training.engine.engine import StepEngine
 from holdfast.training.engine.lora_task import LoraTask
@@ -180,7 +180,7 @@ def step(made: StepEngine, config: RunConfig, number: int) -> None:
         tokens, documents = torch.randint(config.model.vocab_size, shape), None
         if config.data.attention == "document":
             documents = (torch.rand(shape) < 1 / _DOCUMENT).cumsum(1, dtype=torch.int32)
-        batches.append(Fed(tokens, tokens.clone(), documents, tokens.numel()))
+        batches.append(TensorMicrobatch(tokens, tokens.clone(), documents, [], tokens.numel()))
     made.compute(batches)
     made.apply(made.reduce())
 
