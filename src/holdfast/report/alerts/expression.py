@@ -174,7 +174,9 @@ class LostShare:
         useful = f'sum {BY_RUN} (delta({name}{{class=~"{one_of}"}}[{window}]))'
         seen = f"max {BY_RUN} (count_over_time({name}[{window}]))"
         interval, length = EVALUATE_EVERY_S * scale, self.window_s * scale
-        return f"({interval:g} * ({seen} - 1) - {useful}) / {length:g}"
+        # A window that begins with a sample holds one more. Groups of rules are evaluated in any
+        # order, so a full window may hold either number.
+        return f"(clamp_max({interval:g} * {seen}, {length:g}) - {useful}) / {length:g}"
 
     def value(self, history: SampleHistory, now: float) -> float | None:
         useful, seen = 0.0, 0.0
